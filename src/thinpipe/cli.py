@@ -1,0 +1,235 @@
+"""The command `thinpipe`: what each command takes and prints. Errors are one or two lines; --debug shows the traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from .config import Config, ThinpipeError, load
+
+_BOX = "│╭╮╰╯─ "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    json: bool = False
+    """Print one JSON object as the last line of stdout."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Output, Config):
+    """Train a model in a pipeline.
+
+    thinpipe train [CONFIG.toml] [--group.field value ...]. Without CONFIG: the config in --run.dir, or the embedded demo.
+    Starts the stages on this machine and also runs under torchrun.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(Output, Config):
+    """Prove here that the pipeline computes what one process does: loss and every gradient, worst difference.
+
+    thinpipe verify [CONFIG.toml] [--group.field value ...]. One process holds the whole model in float64: use a small one.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(Output):
+    """Validation loss, perplexity and bits per byte of a run's newest checkpoint, on its whole validation split."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of the run."""
+    batches: int = 0
+    """Validation batches at most (0: all)."""
+
+
+def _train(args: Train) -> dict[str, Any] | None:
+    from .trainer import train
+
+    result = train(_config(args), _say, args.debug)
+    if result is None:
+        return None
+    if not args.json:
+        _table(
+            f"run {result.run}",
+            {
+                "method": f"{result.method}, {result.stages} stages, {result.segments} segments, {result.parameters:,} parameters",
+                "trained": f"{result.steps} steps, {result.tokens:,} tokens",
+                "training loss": f"{result.train_loss:.4f}",
+                "validation loss": f"{result.val_loss:.4f}",
+                "speed": f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds_per_step:.3f} s per step",
+                "wire": f"{result.wire_bytes_per_token:g} bytes per token, boundary and direction"
+                + (" (measured)" if result.wire_measured else " (what the cuts would send)"),
+                "compression": f"{result.compression:.3g}x against a dense stream in bfloat16 ({result.dense_wire_bytes_per_token:g} bytes)",
+                "peak memory": ", ".join(f"{mb:,.0f}" for mb in result.peak_rss_mb) + " MB by stage",
+            },
+        )
+        if result.sample:
+            print(f"\nthe model writes:\n{result.sample}")
+    return dataclasses.asdict(result)
+
+
+def _verify(args: Verify) -> dict[str, Any]:
+    from .verify import verify
+
+    with tempfile.TemporaryDirectory(prefix="thinpipe-verify-") as scratch:
+        result = verify(_config(args), Path(scratch) / "run", args.debug)
+    if not args.json:
+        _table(
+            f"{result['method']}, {result['segments']} segments on {result['stages']} stages, schedule {result['schedule']}",
+            {
+                f"pipeline against one process, {result['dtype']}": f"loss {result['loss_rel_diff']:.2e}, gradients {result['grad_max_rel_diff']:.2e}",
+                f"the same with the {result['wire']} wire": f"loss {result['wire_loss_rel_diff']:.2e}, "
+                f"gradients {result['wire_grad_max_rel_diff']:.2e}",
+                f"what rounding to {result['wire']} and float32 changes": f"loss {result['rounding_loss_rel_diff']:.2e} (not judged)",
+                "verdict": "ok: the pipeline changes nothing" if result["ok"] else "NOT OK: the pipeline computes something else",
+            },
+        )
+    return result
+
+
+def _eval(args: Eval) -> dict[str, Any]:
+    from .evaluate import evaluate
+
+    result = evaluate(Path(args.run), args.batches)
+    if not args.json:
+        bits = result["bits_per_byte"]
+        _table(
+            f"run {args.run}, step {result['step']}",
+            {
+                "validation loss": f"{result['val_loss']:.4f} nats per token, over {result['tokens']:,} tokens",
+                "perplexity": f"{result['perplexity']:.2f}",
+                "bits per byte": "unknown (token files)" if bits is None else f"{bits:.4f}",
+            },
+        )
+    return result
+
+
+COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]] = {
+    "train": (Train, _train),
+    "verify": (Verify, _verify),
+    "eval": (Eval, _eval),
+}
+
+
+def _config(args: Config) -> Config:
+    return Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _table(title: str, rows: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table, markup=False, highlight=False)
+
+
+def _usage() -> str:
+    lines = ["usage: thinpipe COMMAND ...", "", "Train transformer language models in pipeline parallel over thin links.", ""]
+    lines += [f"  {name:10}{(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in COMMANDS.items()]
+    return "\n".join([*lines, "", "thinpipe COMMAND --help explains every option. Start with: thinpipe train"])
+
+
+def parse(argv: Sequence[str]) -> Output:
+    """The arguments of one command; a CONFIG is read first, options override its fields.
+
+    Raises:
+        ThinpipeError: unknown command or option, bad value, bad CONFIG.
+        SystemExit: for --help.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        raise SystemExit(0 if argv else 2)
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise ThinpipeError(f"unknown command {name!r}; commands are {', '.join(COMMANDS)}")
+    kind = COMMANDS[name][0]
+    default: dict[str, Any] = {}
+    if issubclass(kind, Config):
+        base = Config()
+        if rest and not rest[0].startswith("-"):
+            base = load(rest.pop(0))
+        elif (stored := _stored_config(rest)) is not None:
+            base = load(stored)
+        default = {"default": kind(**{field.name: getattr(base, field.name) for field in dataclasses.fields(Config)})}
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(kind, prog=f"thinpipe {name}", args=rest, description=kind.__doc__, **default)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ThinpipeError(_plain_error(told.getvalue(), name)) from None
+
+
+def _stored_config(rest: Sequence[str]) -> Path | None:
+    """The config in the folder that --run.dir names, if there is one."""
+    for i, argument in enumerate(rest):
+        if argument.startswith("--run.dir"):
+            value = argument.partition("=")[2] or (rest[i + 1] if i + 1 < len(rest) else "")
+            stored = Path(value) / "config.toml"
+            if value and stored.is_file():
+                return stored
+    return None
+
+
+def _plain_error(box: str, command: str) -> str:
+    """tyro's boxed message as one or two lines."""
+    lines = [line.strip(_BOX) for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    lines = [line for line in lines if line][1:]  # the first is the box's title
+    ends = [i for i, line in enumerate(lines) if line.startswith(("Argument helptext", "For full helptext"))]
+    text = " ".join(lines[: ends[0] if ends else None])
+    text = re.sub(r" *\(default:.*?\)", "", text.removeprefix("Error parsing ")).strip().rstrip(".")
+    return f"{text[:300]}; see thinpipe {command} --help"
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done (verify: and ok), 1 failed, 2 bad input, 130 stopped after saving."""
+    argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv
+    try:
+        args = parse(argv)
+        result = COMMANDS[argv[0]][1](args)
+        if args.json and result is not None:
+            from .metrics import to_json
+
+            print(to_json(result))
+        status = 0 if result is None or result.get("ok", True) else 1
+    except ThinpipeError as error:
+        if debug:
+            raise
+        _say(f"thinpipe: {error}")
+        status = 1 if type(error).__name__ == "PeerLost" else 2
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        if type(error).__name__ == "Stopped":
+            status = 130
+        elif debug:
+            raise
+        else:
+            _say(f"thinpipe: {type(error).__name__}: {error}\nThis is a mistake of thinpipe's; --debug shows more.")
+            status = 1
+    sys.stdout.flush()
+    if status and "RANK" in os.environ:
+        os._exit(status)  # peers may be gone: no goodbye over the network
+    raise SystemExit(status)

@@ -1,0 +1,512 @@
+"""Everything a run is told: frozen dataclasses, one TOML file, checked before any process starts.
+
+The defaults are the embedded demo. A field's docstring is its help text on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+WIRE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+class ThinpipeError(ValueError):
+    """Something the user can mend: one or two lines that name the field or file and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    dir: str | None = None
+    """Folder of the run. Not given: a new folder runs/NAME-N. Given: an unfinished run there is resumed."""
+    name: str = "demo"
+    """Name of the run, used for its folder."""
+    seed: int = 0
+    """Seed of the weights, the static table, the basis and the order of the data."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where a stage computes (auto: cuda, else mps, else cpu). What crosses a boundary is always host memory."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """Precision of the matrix products; parameters stay float32 (auto: bf16 where the hardware has it)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    preset: Literal["demo", "small", "medium", "llama-160m", "llama-1b", "llama-8b"] | None = None
+    """Named size; a field given beside it wins (neither preset nor hf_config: "demo")."""
+    width: int | None = None
+    """Width d of the residual stream, in numbers per token."""
+    layers: int | None = None
+    """Number of transformer blocks."""
+    heads: int | None = None
+    """Number of query heads."""
+    kv_heads: int | None = None
+    """Number of key and value heads (grouped-query attention); divides heads."""
+    hidden: int | None = None
+    """Width of the SwiGLU layer."""
+    context: int | None = None
+    """Tokens per sequence."""
+    vocab: int | None = None
+    """Rows of the embedding table. Not given: the tokenizer's size; may only be larger."""
+    tied: bool | None = None
+    """Share the embedding table with the output head."""
+    rope_theta: float | None = None
+    """Base of the rotary position frequencies."""
+    norm_eps: float | None = None
+    """Epsilon of RMSNorm."""
+    hf_config: str | None = None
+    """A Hugging Face Llama config.json to take the sizes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    corpus: Literal["stdlib"] = "stdlib"
+    """The embedded corpus: the Python standard library's own sources. Replaced by files or dataset."""
+    files: tuple[str, ...] = ()
+    """Files or globs: text, .jsonl (see field), or tokens (.npy, or .bin raw or speed-run format)."""
+    dataset: str | None = None
+    """A Hugging Face dataset: hub name, or a folder made by save_to_disk (needs the [hf] extra)."""
+    split: str = "train"
+    """Split of the dataset."""
+    field: str = "text"
+    """Name of the text field in .jsonl, .parquet and datasets."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in raw .bin token files."""
+    tokenizer: str | None = None
+    """A tokenizer.json. Not given: a byte-level BPE is trained on the training documents and cached."""
+    vocab: int = 4096
+    """Entries of a tokenizer to be trained."""
+    validation: float = 0.05
+    """Share of the documents held out for validation; they never train the tokenizer or the model."""
+    source: Literal["local", "first"] = "local"
+    """Who has the data: every stage its own copy, or the first stage only, which then sends the ids along."""
+    cache: str | None = None
+    """Folder for trained tokenizers and token files (not given: $XDG_CACHE_HOME/thinpipe)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    method: Literal["none", "subspace"] = "subspace"
+    """What a boundary sends: none = the full stream (d numbers a token); subspace = k coordinates."""
+    rank: int = 16
+    """Rank k of the shared subspace: numbers per token that cross a boundary. d / k is the compression."""
+    segments: int | None = None
+    """Runs of layers between two cuts; belongs to the model (not given: pipeline.stages)."""
+    wire: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format on the wire, both directions."""
+    static: Literal["gaussian", "factored"] = "factored"
+    """Static embedding: a full Gaussian table (V x d), or products of two small tables of signs (2 sqrt(V) x d)."""
+    static_scale: float = 1.0
+    """Standard deviation of the static embedding's entries."""
+    move_every: int = 500
+    """Steps between two moves of the subspace (0: frozen)."""
+    move_step: float = 0.25
+    """Step size of a subspace move, free of the gradient's scale, in (0, 0.5]."""
+    init_from: str | None = None
+    """Start from the basis (and, where the width agrees, the static seed) of this run's last checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    stages: int = 4
+    """Processes in a row, each holding some segments."""
+    micro_batches: int = 8
+    """Parts a batch is cut into, so that the stages work at the same time."""
+    schedule: Literal["wan", "gpipe", "1f1b"] = "wan"
+    """Order of compute and communication. wan: receives posted early, sends at once, deep warm-up."""
+    warmup: int | None = None
+    """wan only: forwards the first stage runs before its first backward (not given: all micro-batches)."""
+    layers_per_segment: tuple[int, ...] = ()
+    """Layers of each segment in turn (not given: as even as possible)."""
+    recompute: bool = False
+    """Recompute the materialised stream and its norm in the backward pass: less memory, a little more compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int = 400
+    """Optimizer steps; warm-up and decay are laid out over them."""
+    stop_at: int | None = None
+    """End early after this step, as a stop would: save, and leave the decay unbent."""
+    batch: int = 32
+    """Sequences per step."""
+    eval_every: int = 100
+    """Steps between two validations (0: only at the end)."""
+    eval_batches: int = 8
+    """Validation batches at most (0: all)."""
+    checkpoint_every: int = 200
+    """Steps between two checkpoints (0: only at the end)."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Keep every checkpoint whose step this divides (0: none)."""
+    sample: str = "def "
+    """Prompt of the sample text shown at the end (empty: no sample)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    lr: float = 4e-3
+    """Peak learning rate."""
+    warmup: int = 40
+    """Steps of linear warm-up."""
+    decay: Literal["linear", "cosine", "none"] = "linear"
+    """Shape of the decay to zero after warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; never applied to norms or the embedding."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moments."""
+    eps: float = 1e-8
+    """Epsilon of AdamW, outside the root."""
+    hidden: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the blocks' matrices; the rest always takes AdamW."""
+    clip: float = 1.0
+    """Largest global gradient norm, over all stages (0: no clipping)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    timeout: float = 60.0
+    """Seconds after which a silent peer counts as lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The resolved size of a model."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    context: int
+    vocab: int
+    tied: bool
+    rope_theta: float
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+def _spec(width: int, layers: int, heads: int, kv_heads: int, hidden: int, context: int, **more: Any) -> dict[str, Any]:
+    defaults = {"tied": False, "rope_theta": 10000.0, "norm_eps": 1e-5}
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads, "hidden": hidden}
+    return defaults | sizes | {"context": context} | more
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": _spec(128, 4, 4, 4, 352, 128),
+    "small": _spec(256, 8, 4, 4, 704, 256),
+    "medium": _spec(512, 8, 8, 8, 1408, 512),
+    "llama-160m": _spec(768, 12, 12, 12, 2048, 1024),
+    "llama-1b": _spec(2048, 16, 32, 8, 8192, 1024, rope_theta=500000.0),
+    "llama-8b": _spec(4096, 32, 32, 8, 14336, 1024, rope_theta=500000.0),
+}
+
+# Fields of a Hugging Face Llama config: ours, or the only value that we implement.
+_HF_SIZES = {
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "hidden",
+    "max_position_embeddings": "context",
+    "vocab_size": "vocab",
+    "tie_word_embeddings": "tied",
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "norm_eps",
+}
+_HF_ONLY = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0, 0.0),
+    "rope_scaling": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "pretraining_tp": (1,),
+}
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """Sizes of a Hugging Face Llama config.json under our names.
+
+    Raises ThinpipeError that names the field when the file asks for something the model does not implement.
+    """
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ThinpipeError(f"model.hf_config = {str(path)!r} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ThinpipeError(f"model.hf_config = {str(path)!r} isn't JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ThinpipeError(f"model.hf_config = {str(path)!r} isn't a JSON object; give a model's config.json")
+    rope = raw.pop("rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ThinpipeError(f"{path}: rope_parameters.rope_type = {rope['rope_type']!r} is not implemented; only 'default' is")
+    raw.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+    raw.setdefault("model_type", None)
+    for name, allowed in _HF_ONLY.items():
+        if name in raw and raw[name] not in allowed:
+            raise ThinpipeError(f"{path}: {name} = {raw[name]!r} is not implemented; only {allowed[0]!r} is")
+    raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
+    raw.setdefault("tie_word_embeddings", False)
+    raw.setdefault("rms_norm_eps", 1e-6)
+    missing = [name for name in _HF_SIZES if raw.get(name) is None]
+    if missing:
+        raise ThinpipeError(f"{path}: {missing[0]} is missing; give the config.json of a Llama model")
+    sizes = {ours: raw[theirs] for theirs, ours in _HF_SIZES.items()}
+    for name, value in sizes.items():
+        _check_type(value, {"tied": bool, "rope_theta": float, "norm_eps": float}.get(name, int), f"{path}: {name}")
+    if raw.get("head_dim") not in (None, sizes["width"] // max(1, sizes["heads"])):
+        raise ThinpipeError(f"{path}: head_dim = {raw['head_dim']} is not implemented; only hidden_size / num_attention_heads is")
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+
+    @property
+    def segments(self) -> int:
+        """Number of segments: the model's, not the run's (METHOD.md 3.4b)."""
+        return self.compression.segments if self.compression.segments is not None else self.pipeline.stages
+
+    @property
+    def layers_of_segments(self) -> list[range]:
+        """Layer numbers of each segment; uneven rests go to the first segments, since the last one holds the head."""
+        spec = self.sizes()
+        each, rest = divmod(spec["layers"], self.segments)
+        counts = self.pipeline.layers_per_segment or [each + (i < rest) for i in range(self.segments)]
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per micro-batch."""
+        return self.train.batch // self.pipeline.micro_batches
+
+    def segments_of_stage(self, stage: int, stages: int) -> range:
+        """Segments held by `stage` of `stages`: contiguous, as even as possible."""
+        return range(stage * self.segments // stages, (stage + 1) * self.segments // stages)
+
+    def sizes(self) -> dict[str, Any]:
+        """Model sizes from preset, hf_config and fields, in rising precedence. `vocab` may be missing."""
+        model = self.model
+        if model.hf_config is not None:
+            sizes = read_hf_config(model.hf_config)
+        else:
+            sizes = dict(PRESETS[model.preset or "demo"])
+        given = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        chosen = {name: value for name, value in given.items() if name not in ("preset", "hf_config") and value is not None}
+        if "heads" in chosen and "kv_heads" not in chosen:
+            chosen["kv_heads"] = chosen["heads"]
+        if "width" in chosen and "hidden" not in chosen:  # SwiGLU's usual 8/3 d, rounded up to a multiple of 32
+            chosen["hidden"] = -(-chosen["width"] * 8 // 3 // 32) * 32
+        return sizes | chosen
+
+    def spec(self, tokenizer_vocab: int) -> ModelSpec:
+        """The resolved model for a tokenizer of that many entries.
+
+        Raises ThinpipeError if model.vocab is smaller than the tokenizer's.
+        """
+        sizes = self.sizes()
+        vocab = sizes.setdefault("vocab", tokenizer_vocab)
+        if vocab < tokenizer_vocab:
+            raise ThinpipeError(f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer_vocab}; leave it out or raise it")
+        return ModelSpec(**sizes)
+
+    def check(self) -> Config:
+        """Raise ThinpipeError for the first thing that can't work; one line with field, value and what would do."""
+        _check(self)
+        return self
+
+
+def _positive(group: Any, prefix: str, *names: str, least: float = 1) -> None:
+    for name in names:
+        value = getattr(group, name)
+        if value is not None and value < least:
+            raise ThinpipeError(f"{prefix}.{name} = {value} is too small; it must be at least {least}")
+
+
+def _check(config: Config) -> None:
+    c, p, t, o, d = config.compression, config.pipeline, config.train, config.optim, config.data
+    if config.model.preset is not None and config.model.hf_config is not None:
+        raise ThinpipeError("model.preset and model.hf_config are both given; keep one of them")
+    _positive(config.model, "model", "width", "layers", "heads", "kv_heads", "hidden", "context", "vocab")
+    if not config.run.name or any(sign in config.run.name for sign in "/\\\0"):
+        raise ThinpipeError(f"run.name = {config.run.name!r} can't name a folder; use letters, digits and dashes")
+    sizes = config.sizes()
+    for name in ("rope_theta", "norm_eps"):
+        if not sizes[name] > 0:
+            raise ThinpipeError(f"model.{name} = {sizes[name]} must be above 0")
+    width, heads, kv_heads, layers = sizes["width"], sizes["heads"], sizes["kv_heads"], sizes["layers"]
+    if width % heads or (width // heads) % 2:
+        raise ThinpipeError(f"model.heads = {heads} doesn't divide model.width = {width} into even head sizes; try {max(1, width // 64)}")
+    if heads % kv_heads:
+        raise ThinpipeError(f"model.kv_heads = {kv_heads} doesn't divide model.heads = {heads}; use a divisor of it")
+
+    _positive(p, "pipeline", "stages", "micro_batches", "warmup")
+    _positive(c, "compression", "rank", "segments")
+    if c.method != "none" and c.rank > width:
+        raise ThinpipeError(f"compression.rank = {c.rank} is above model.width = {width}; use {width // 8} for 8x compression")
+    if p.stages > config.segments:
+        raise ThinpipeError(
+            f"pipeline.stages = {p.stages} is above compression.segments = {config.segments}; raise segments or use at most {config.segments} stages"
+        )
+    if config.segments > layers:
+        raise ThinpipeError(
+            f"compression.segments = {config.segments} (default: pipeline.stages) is above model.layers = {layers}; use at most {layers}"
+        )
+    if p.layers_per_segment:
+        if len(p.layers_per_segment) != config.segments:
+            raise ThinpipeError(
+                f"pipeline.layers_per_segment has {len(p.layers_per_segment)} entries; compression.segments = {config.segments} wants as many"
+            )
+        if min(p.layers_per_segment) < 1 or sum(p.layers_per_segment) != layers:
+            raise ThinpipeError(
+                f"pipeline.layers_per_segment = {list(p.layers_per_segment)} must be positive and sum to model.layers = {layers}"
+            )
+    if not c.static_scale > 0:
+        raise ThinpipeError(f"compression.static_scale = {c.static_scale} must be above 0")
+    if not 0 < c.move_step <= 0.5:
+        raise ThinpipeError(f"compression.move_step = {c.move_step} must be in (0, 0.5]")
+    _positive(c, "compression", "move_every", least=0)
+
+    _positive(t, "train", "steps", "batch", "keep_last", "stop_at")
+    _positive(t, "train", "eval_every", "eval_batches", "checkpoint_every", "keep_every", least=0)
+    if t.batch % p.micro_batches:
+        near = max(m for m in range(1, p.micro_batches + 1) if t.batch % m == 0)
+        raise ThinpipeError(
+            f"train.batch = {t.batch} is not divisible by pipeline.micro_batches = {p.micro_batches}; {near} micro-batches would do"
+        )
+    if p.schedule == "1f1b" and p.micro_batches < p.stages:
+        raise ThinpipeError(
+            f"pipeline.micro_batches = {p.micro_batches} is below pipeline.stages = {p.stages}, which schedule 1f1b needs; use at least {p.stages} or schedule wan"
+        )
+    if p.warmup is not None and p.warmup < min(p.stages, p.micro_batches):
+        raise ThinpipeError(f"pipeline.warmup = {p.warmup} leaves stages idle; use at least {min(p.stages, p.micro_batches)}")
+
+    if d.files and d.dataset is not None:
+        raise ThinpipeError("data.files and data.dataset are both given; keep one of them")
+    if d.vocab < 257:
+        raise ThinpipeError(f"data.vocab = {d.vocab} is too small for a byte-level tokenizer; use at least 257")
+    if not 0 < d.validation < 1:
+        raise ThinpipeError(f"data.validation = {d.validation} must be between 0 and 1; 0.05 holds out 5 %")
+    for name, value, low, high in (("lr", o.lr, 0, 1e3), ("eps", o.eps, 0, 1)):
+        if not low < value < high:
+            raise ThinpipeError(f"optim.{name} = {value} must be above {low} and below {high:g}")
+    _positive(o, "optim", "warmup", "weight_decay", "clip", least=0)
+    if not all(0 <= beta < 1 for beta in o.betas):
+        raise ThinpipeError(f"optim.betas = {list(o.betas)} must each be in [0, 1)")
+    if not 0 < config.network.timeout < 86400:
+        raise ThinpipeError(f"network.timeout = {config.network.timeout} must be above 0 and below 86400 seconds")
+
+
+def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(json.dumps(choice) for choice in typing.get_args(kind))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(k) for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_describe(typing.get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return value in args and isinstance(value, str)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, k) for k in args)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return False
+        return (
+            len(value) == len(args) and all(map(_fits, value, args)) if args[-1] is not Ellipsis else all(_fits(v, args[0]) for v in value)
+        )
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, kind)
+
+
+def _check_type(value: Any, kind: Any, name: str) -> None:
+    if not _fits(value, kind):
+        raise ThinpipeError(f"{name} = {value!r} has the wrong type; give {_describe(kind)}")
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, int) and not isinstance(value, bool) and (kind is float or float in typing.get_args(kind)):
+        return float(value)
+    return value
+
+
+def from_dict(raw: dict[str, Any], where: str = "config") -> Config:
+    """A Config from nested dicts, each key and type checked (not yet `check`ed as a whole).
+
+    Raises ThinpipeError that names the unknown or mistyped key.
+    """
+    groups = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+    built = {}
+    for group, values in raw.items():
+        if group not in groups:
+            raise ThinpipeError(f"{where}: unknown group [{group}]; groups are {', '.join(groups)}")
+        if not isinstance(values, dict):
+            raise ThinpipeError(f"{where}: {group} must be a table; write [{group}] and its fields below it")
+        kind = typing.cast(type, groups[group])
+        hints = typing.get_type_hints(kind)
+        for key, value in values.items():
+            if key not in hints:
+                raise ThinpipeError(f"{where}: unknown field {group}.{key}; fields are {', '.join(hints)}")
+            _check_type(value, hints[key], f"{where}: {group}.{key}")
+        built[group] = kind(**{key: _convert(value, hints[key]) for key, value in values.items()})
+    return Config(**built)
+
+
+def load(path: str | Path) -> Config:
+    """Read and check a TOML config. Raises ThinpipeError that names the file and the field."""
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ThinpipeError(f"{path}: {error.strerror}; give the path of a TOML config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ThinpipeError(f"{path} is not valid TOML: {error}") from None
+    return from_dict(raw, str(path))
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Nested plain dicts without the fields that are None: what `from_dict` reads back to an equal Config."""
+    plain = {f.name: dataclasses.asdict(getattr(config, f.name)) for f in dataclasses.fields(Config)}
+    return {
+        group: {key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None}
+        for group, values in plain.items()
+    }
+
+
+def dump(config: Config) -> str:
+    """The config as TOML; `load` of it gives an equal Config."""
+    lines = []
+    for group, values in to_dict(config).items():
+        # JSON's strings, numbers, booleans and arrays are TOML's.
+        lines += [f"[{group}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()), ""]
+    return "\n".join(lines)

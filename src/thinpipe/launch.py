@@ -1,0 +1,128 @@
+"""Starting the stages of this machine and ending all of them together, on torch's elastic agent.
+
+Every worker is `python -m thinpipe.worker COMMAND RUN`; this room never imports the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .config import ThinpipeError
+from .topology import PeerLost
+
+STOPPED = 130  # exit status of a run that was asked to stop
+_PATIENCE = 600  # seconds that a stop may take: the step under way and the checkpoint behind it
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has saved."""
+
+
+class Failed(Exception):
+    """A stage failed for a reason that is not the user's; the text holds its traceback."""
+
+
+def start(command: str, folder: Path, stages: int, debug: bool = False) -> None:
+    """Run `command` in `stages` processes on this machine and wait for them.
+
+    Their output goes to RUN/logs, the first one's stderr (progress) to the terminal.
+
+    Raises:
+        ThinpipeError: a stage found something the user can mend, or died; the first failure's own words.
+        Failed: a stage failed otherwise.
+        Stopped: Ctrl-C or SIGTERM came, and the stages have ended.
+    """
+    if not debug:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    quiet = {rank: Std.ALL if rank else Std.NONE for rank in range(stages)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=stages,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=_PATIENCE,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=quiet),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "thinpipe.worker", command, str(folder))
+    except ChildFailedError as error:
+        _explain(error)
+    except SignalException:
+        raise Stopped from None
+
+
+def _explain(error: ChildFailedError) -> None:
+    """Raise the failure that came first; a peer's loss is only reported when nothing else is."""
+    reports = []
+    for rank, failure in error.failures.items():
+        report = failure.error_file_data.get("thinpipe") or {}
+        reports.append((report.get("kind") == "peer", failure.timestamp, rank, failure, report))
+    *_, rank, failure, report = min(reports, key=lambda r: r[:3])
+    if failure.exitcode == STOPPED or failure.exitcode in (-signal.SIGINT, -signal.SIGTERM):
+        raise Stopped
+    if report.get("kind") in ("user", "peer"):
+        raise ThinpipeError(report["text"])
+    if failure.exitcode < 0:
+        raise ThinpipeError(f"stage {rank} was killed by {failure.signal_name()}; if that was not you, look for a lack of memory (dmesg)")
+    raise Failed(f"stage {rank} failed:\n{report.get('text') or failure.message}")
+
+
+@contextlib.contextmanager
+def reporting_failures() -> Iterator[None]:
+    """In a worker: write what goes wrong where the agent looks for it, and exit with 1 (or 130 for a stop)."""
+    try:
+        yield
+    except Stopped:
+        os._exit(STOPPED)  # peers may be gone already: no goodbye over the network
+    except BaseException as error:
+        kind = "peer" if isinstance(error, PeerLost) else "user" if isinstance(error, ThinpipeError) else "bug"
+        text = str(error) if kind != "bug" else traceback.format_exc()
+        report = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}, "thinpipe": {"kind": kind, "text": text}}
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            with contextlib.suppress(OSError):
+                Path(path).write_text(json.dumps(report))
+        print(text, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this worker when its agent dies, even by kill -9 (Linux)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM: the first asks for a stop after the step, the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.asked:
+            os._exit(STOPPED)
+        self.asked = True

@@ -1,0 +1,97 @@
+"""A run's folder: made new, or found with an earlier life in it.
+
+RUN/config.toml     the config with segments resolved
+RUN/metrics.jsonl   one event per line
+RUN/checkpoints/    see checkpoint.py
+RUN/result.json     the summary of a finished run
+RUN/logs/           what the stages said
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .config import Config, ThinpipeError, dump, load, to_dict
+from .metrics import write_whole
+
+# What may not change in a run's life: the model, what it learns from and how (DESIGN.md, conventions).
+_FIXED_GROUPS = ("model", "compression", "data", "optim")
+_MAY_CHANGE = {"data.cache", "data.source", "compression.init_from"}
+
+
+def open_run(config: Config) -> tuple[Config, Path, list[str]]:
+    """The run's folder, made if need be, and the config that holds in it.
+
+    Returns the config (segments resolved), the folder, and remarks for the user.
+
+    Raises:
+        ThinpipeError: the folder holds a run whose fixed fields differ (field, old and new named), or can't be made.
+    """
+    config.check()
+    folder = Path(config.run.dir) if config.run.dir is not None else None
+    remarks: list[str] = []
+    try:
+        if folder is None:
+            folder = _new_folder(config.run.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "config.toml").exists():
+            config, remarks = _agree(load(folder / "config.toml"), config)
+        elif any(folder.iterdir()):
+            raise ThinpipeError(f"run.dir = {str(folder)!r} is not empty and holds no run; give a new folder")
+        segments = replace(config.compression, segments=config.segments)
+        config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
+        write_whole(folder / "config.toml", dump(config))
+    except OSError as error:
+        raise ThinpipeError(f"run.dir = {str(folder)!r} can't be used: {error.strerror}; give a folder that can be written") from None
+    return config, folder, remarks
+
+
+def _new_folder(name: str) -> Path:
+    number = 1
+    while True:
+        folder = Path("runs") / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _agree(old: Config, new: Config) -> tuple[Config, list[str]]:
+    if new.compression.segments is None:
+        new = replace(new, compression=replace(new.compression, segments=old.compression.segments))
+    new.check()
+    for name, was, now in _differences(old, new):
+        raise ThinpipeError(
+            f"{name} was {was!r} when the run began and is {now!r} now; put it back, or start a new run with another run.dir"
+        )
+    remarks = []
+    if new.train.steps < old.train.steps:
+        raise ThinpipeError(
+            f"train.steps was {old.train.steps} and is {new.train.steps} now; it may only grow (train.stop_at ends a run early)"
+        )
+    if new.train.steps > old.train.steps:
+        remarks.append(f"train.steps grows from {old.train.steps} to {new.train.steps}: the learning rate's decay is laid out anew")
+    return new, remarks
+
+
+def _differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    was, now = to_dict(old), to_dict(new)
+    names = [(group, key) for group in _FIXED_GROUPS for key in {**was[group], **now[group]} if f"{group}.{key}" not in _MAY_CHANGE]
+    names += [("run", "seed"), ("train", "batch"), ("pipeline", "layers_per_segment")]
+    return [
+        (f"{group}.{key}", was[group].get(key), now[group].get(key)) for group, key in names if was[group].get(key) != now[group].get(key)
+    ]
+
+
+def result_of(folder: Path) -> dict[str, Any] | None:
+    """The summary of a finished run, or None."""
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None

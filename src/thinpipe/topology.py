@@ -1,0 +1,181 @@
+"""Which stage this process is, who its peers are, and the one process group; the only reader of RANK and its kin.
+
+Every wait has the deadline `network.timeout`. Nothing here pickles: what is exchanged is tensors or JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import ThinpipeError
+
+TALLY_TAG = 1  # Gloo matches messages by (sender, receiver, tag); boundaries use tag 0
+TIED_TAG = 2
+DECODE_TAG = 3
+
+
+def under_launcher() -> bool:
+    """Whether this process was started as one of several (torchrun's environment)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A process's place in the pipeline.
+
+    Attributes:
+        stage, stages: this process's stage and their number.
+        host: name of this machine, for messages.
+        local_rank, local_world: place among the processes of this machine.
+        group: the process group of the pipeline; its rank r is stage r.
+    """
+
+    stage: int
+    stages: int
+    host: str
+    local_rank: int
+    local_world: int
+    group: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} on {self.host}"
+
+    def isend(self, tensor: torch.Tensor, stage: int, tag: int) -> dist.Work:
+        work = dist.isend(tensor, group=self.group, group_dst=stage, tag=tag)
+        assert work is not None
+        return work
+
+    def irecv(self, tensor: torch.Tensor, stage: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self.group, group_src=stage, tag=tag)
+        assert work is not None
+        return work
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every stage's `value` (JSON), in the order of stages, on every stage."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.stages)]
+        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.stages)]
+        dist.all_gather(received, padded, group=self.group)
+        return [json.loads(bytes(r[: int(n)].numpy())) for r, n in zip(received, sizes, strict=True)]
+
+    def broadcast(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """Fill `tensor` (in host memory) with that stage's; returns it."""
+        dist.broadcast(tensor, group=self.group, group_src=stage)
+        return tensor
+
+    def require_equal(self, what: str, value: Any, remedy: str) -> None:
+        """Raise ThinpipeError that names the first stage whose `value` (JSON) differs from stage 0's."""
+        everyone = self.gather([self.host, value])
+        for stage, (host, theirs) in enumerate(everyone):
+            if theirs != everyone[0][1]:
+                raise ThinpipeError(f"{what} differs between stage 0 on {everyone[0][0]} and stage {stage} on {host}; {remedy}")
+
+    def first(self, stages: int) -> Topology | None:
+        """The pipeline of the first `stages` processes; None on the others. Every process must call it."""
+        group = dist.new_group(list(range(stages)), backend="gloo")
+        if self.stage >= stages:
+            return None
+        return Topology(self.stage, stages, self.host, self.local_rank, self.local_world, group)
+
+    @contextlib.contextmanager
+    def naming_peers(self) -> Iterator[None]:
+        """Turn a transfer that fails into one line that names this stage and its neighbours."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = _innermost(error)
+            lost = "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text
+            silent = "imed out" in text or "timeout" in text.lower()
+            if not (lost or silent):
+                raise
+            neighbours = " or ".join(f"stage {s}" for s in (self.stage - 1, self.stage + 1) if 0 <= s < self.stages)
+            what = "lost the connection to" if lost else "heard nothing (network.timeout) from"
+            raise PeerLost(f"{self} {what} {neighbours}") from error
+
+
+class PeerLost(ThinpipeError):
+    """A neighbour died, froze or became unreachable."""
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
+def _interface_towards(host: str, port: int) -> str | None:
+    """Name of the network interface whose address this machine would use to reach `host` (Linux; else None).
+
+    Gloo takes the address that the machine's name resolves to, which is 127.0.0.1 on many systems.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing: UDP connect only chooses a route
+            address = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):
+                    request = struct.pack("256s", name.encode()[:15])
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                    if socket.inet_ntoa(answer[20:24]) == address:
+                        return name
+    except OSError:
+        pass
+    return None
+
+
+@contextlib.contextmanager
+def connect(timeout: float) -> Iterator[Topology]:
+    """Join the processes of this run, or be a pipeline of one when started alone.
+
+    Args:
+        timeout: seconds that any wait for a peer may last.
+
+    Raises:
+        ThinpipeError: the others did not come within the deadline.
+    """
+    deadline = timedelta(seconds=timeout)
+    env = os.environ
+    if under_launcher():
+        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+        master, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        if (interface := _interface_towards(master, port)) is not None:
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        try:
+            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=deadline)
+        except (RuntimeError, ValueError) as error:
+            raise ThinpipeError(
+                f"stage {rank} can't reach {master}:{port} or a peer within {timeout:g} s (network.timeout): {error}"
+            ) from error
+    else:
+        rank, world, local = 0, 1, (0, 1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        yield Topology(rank, world, socket.gethostname(), *local, group)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,449 @@
+"""The spine: build a stage, train it step by step with the others. Read `Trainer.fit` and `Trainer.train_step` first."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import launch, subspace
+from .checkpoint import Checkpoint, Checkpointer, find
+from .config import Config, ThinpipeError, to_dict
+from .data import Data, prepare
+from .generate import generate
+from .method import GradientStatistic, Subspace
+from .metrics import Metrics, to_json, write_whole
+from .model import build_stages
+from .optim import Optimizer, clip_scale, learning_rate
+from .pipeline import Pipeline, Tally, to_tensor
+from .run import open_run, result_of
+from .topology import Topology, connect, under_launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The summary of a run; the keys of `thinpipe train --json`.
+
+    Attributes:
+        train_loss: mean over the last tenth of the steps (at most 50); val_loss: mean over the validation batches (nats per token).
+        seconds_per_step: median after the first max(3, 10 %) steps of this life, without validation and saving.
+        wire_bytes_per_token: bytes per token, boundary and direction, counted from the tensors sent (`wire_measured`), or
+            by formula what the cuts would send when one stage holds all.
+        wire_bytes_forward, wire_bytes_backward: bytes of one step over all boundaries.
+        dense_wire_bytes_per_token: the same for the full stream in bfloat16; compression: the ratio of the two.
+        peak_rss_mb: largest resident memory of each stage, in MB.
+        stopped: a stop was asked for before the last step.
+    """
+
+    run: str
+    method: str
+    stages: int
+    segments: int
+    steps: int
+    tokens: int
+    train_loss: float
+    val_loss: float
+    tokens_per_s: float
+    seconds_per_step: float
+    wire_bytes_per_token: float
+    wire_bytes_forward: float
+    wire_bytes_backward: float
+    wire_measured: bool
+    dense_wire_bytes_per_token: float
+    compression: float
+    tied_bytes_per_step: int
+    peak_rss_mb: list[float]
+    parameters: int
+    refused_steps: int
+    stopped: bool
+    sample: str
+
+
+def train(config: Config, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr), debug: bool = False) -> Result | None:
+    """Train as the config says: `pipeline.stages` processes on this machine, or this one's part under torchrun.
+
+    Args:
+        say: told remarks for the user.
+
+    Returns the summary (None on later stages under torchrun). A finished run is only reported.
+
+    Raises:
+        ThinpipeError: the config, the data or a file can't work, or a stage was lost.
+        launch.Stopped: the run was stopped by a signal, after saving.
+    """
+    if under_launcher():
+        return _train_under_torchrun(config, say)
+    config, folder, remarks = open_run(config)
+    for remark in remarks:
+        say(remark)
+    done = result_of(folder)
+    if done is not None and done.get("steps", 0) >= config.train.steps:
+        say(f"{folder} is finished; raise train.steps to train on")
+        return Result(**done)
+    say(f"run {folder}: {config.compression.method}, {config.pipeline.stages} stages, {config.segments} segments")
+    prepare(config)  # a mistake in the data is told once, before any process starts
+    launch.start("train", folder, config.pipeline.stages, debug)
+    finished = result_of(folder)
+    assert finished is not None
+    return Result(**finished)
+
+
+def _train_under_torchrun(config: Config, say: Callable[[str], None]) -> Result | None:
+    with connect(config.network.timeout) as topology, topology.naming_peers():
+        if topology.stages != config.pipeline.stages:
+            raise ThinpipeError(f"pipeline.stages = {config.pipeline.stages} but {topology.stages} processes were started; make them equal")
+        opened: dict[str, Any] = {}
+        if topology.is_first:
+            try:
+                config, folder, remarks = open_run(config)
+                opened = {"dir": str(folder), "segments": config.segments}
+                for remark in remarks:
+                    say(remark)
+            except ThinpipeError as error:
+                opened = {"error": str(error)}
+        opened = topology.gather(opened)[0]
+        if "error" in opened:
+            raise ThinpipeError(opened["error"])
+        if not topology.is_first:
+            values = to_dict(config)
+            values["run"]["dir"] = opened["dir"]
+            values["compression"]["segments"] = opened["segments"]
+            from .config import from_dict
+
+            config = from_dict(values)
+        Path(opened["dir"]).mkdir(parents=True, exist_ok=True)
+        return Trainer(config, topology, Path(opened["dir"]), launch.StopRequest()).fit()
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device a stage computes on. Raises ThinpipeError if it isn't there."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if cuda else "mps" if mps else "cpu"
+    if (name == "cuda" and not cuda) or (name == "mps" and not mps):
+        raise ThinpipeError(f"run.device = {name!r} is not available on this machine; use 'cpu' or 'auto'")
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if name == "cuda" else torch.device(name)
+
+
+def use_bf16(precision: str, device: torch.device) -> bool:
+    """Whether matrix products run in bfloat16; "auto" says yes where the hardware multiplies it natively."""
+    if precision != "auto":
+        return precision == "bf16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def share_cores(topology: Topology) -> None:
+    """Divide this machine's cores between its stages; without it every stage would start a thread per core."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world))
+
+
+class Trainer:
+    """One stage of a training run.
+
+    Args:
+        config: from `run.open_run`, the same on all stages.
+        folder: the run's folder.
+        stop: whose `asked` turns true when this process is asked to stop.
+    """
+
+    def __init__(self, config: Config, topology: Topology, folder: Path, stop: launch.StopRequest | None = None) -> None:
+        self.config, self.here, self.folder, self.stop = config, topology, folder, stop
+        share_cores(topology)
+        has_data = config.data.source == "local" or topology.is_first
+        self.data: Data | None = prepare(config) if has_data else None
+        vocab = self._agree_on_data()
+        (self.stage,) = build_stages(config, vocab, [topology.stage])
+        device = pick_device(config.run.device, topology.local_rank)
+        self.stage.to(device)
+        self.stage.bf16 = use_bf16(config.run.precision, device)
+        topology.require_equal("the static embedding", self.stage.method.digest(), "use the same thinpipe and numpy on all machines")
+        self.pipeline = Pipeline(self.stage, topology, config.pipeline, config.micro_batch)
+        self.pipeline.share_from_owner()
+        self.optimizer = Optimizer(self.stage.roles(), config.optim, self.stage.spec.width)
+        self.statistic: GradientStatistic | None = None
+        if isinstance(self.stage.method, Subspace) and config.compression.move_every and topology.is_last:
+            self.statistic = self.stage.method.statistic = GradientStatistic(self.stage.method)
+        self.done_steps = self.refused = 0
+        resumed = self._resume()
+        self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
+        self.metrics = Metrics(
+            folder / "metrics.jsonl" if topology.is_first else None, config.train.steps, self.done_steps, quiet=not topology.is_first
+        )
+
+    # Training
+
+    def fit(self) -> Result | None:
+        """Train to the last step, or to a stop; the summary on the first stage, None on the others.
+
+        Raises launch.Stopped after saving when a stop was asked for.
+        """
+        config = self.config
+        last = min(config.train.steps, config.train.stop_at or config.train.steps)
+        self.metrics.event("start", step=self.done_steps, config=to_dict(config), stages=self.here.stages)
+        losses: list[float] = []
+        seconds: list[float] = []
+        total, val_loss, stopped = Tally(), math.nan, False
+        while self.done_steps < last and not stopped:
+            began = time.perf_counter()
+            total = self.train_step(self.done_steps)
+            seconds.append(time.perf_counter() - began)
+            losses.append(total.loss)
+            stopped = total.stop > 0 and self.done_steps < last
+            self._report(total, median(seconds[-20:]))
+            if total.written + total.failed == self.here.stages:
+                self._told(self.checkpoints.commit())
+            if config.train.eval_every and self.done_steps % config.train.eval_every == 0 and self.done_steps < last:
+                val_loss = self.evaluate()
+            if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0:
+                self.save()
+        self.save()
+        self._told(self.checkpoints.finish())
+        if stopped:
+            self.metrics.say(f"stopped after step {self.done_steps}; the same command with --run.dir {self.folder} goes on from there")
+            self.metrics.close()
+            raise launch.Stopped
+        val_loss = self.evaluate()
+        result = self._result(total, losses, val_loss, seconds)
+        self.metrics.close()
+        return result
+
+    def train_step(self, step: int) -> Tally:
+        """One optimizer step over all stages; returns what all stages know of it."""
+        config = self.config
+        self.optimizer.zero_grad()
+        loss = self.pipeline.step(self.batch(step))
+        total = self.pipeline.tally(self._own_tally(loss))
+        norm = math.sqrt(total.square_norm) if total.square_norm >= 0 else math.nan
+        if math.isfinite(norm) and math.isfinite(total.loss):
+            self.optimizer.step(learning_rate(config.optim, config.train, step), clip_scale(norm, config.optim.clip))
+            if self.statistic is not None:
+                self.statistic.accept()
+        else:  # all stages see the same total, so all refuse the step
+            self.refused += 1
+            if self.statistic is not None:
+                self.statistic.drop()
+        self.done_steps = step + 1
+        every = config.compression.move_every
+        if isinstance(self.stage.method, Subspace) and every and self.done_steps % every == 0 and self.done_steps < config.train.steps:
+            self.move_subspace(self.stage.method)
+        return total
+
+    def move_subspace(self, method: Subspace) -> None:
+        """Turn the basis towards the gradients that it misses; transport all that is expressed in it (METHOD.md section 3)."""
+        old_DK = method.U_DK.clone()
+        moved_DK = method.U_DK.cpu().contiguous()
+        if self.statistic is not None:
+            moved_DK = subspace.move(method.U_DK, self.statistic.M_DK, self.config.compression.move_step).to(moved_DK.dtype).cpu()
+            self.statistic.reset()
+        self.here.broadcast(moved_DK, self.here.stages - 1)
+        method.U_DK.copy_(moved_DK)
+        self.optimizer.transport(subspace.transport(old_DK, method.U_DK))
+
+    def batch(self, step: int) -> torch.Tensor | None:
+        """The step's tokens, (batch, context + 1), or None where the ids come over the boundary."""
+        return None if self.data is None else to_tensor(self.data.batch(step, self.config.train.batch))
+
+    def evaluate(self) -> float:
+        """Mean validation loss, in nats per token."""
+        loss = self.pipeline.evaluate(self._validation())
+        self.pipeline.take_wire()  # validation traffic is not training traffic
+        self.metrics.event("eval", step=self.done_steps, val_loss=loss)
+        return loss
+
+    def _validation(self) -> Iterator[torch.Tensor | None]:
+        train = self.config.train
+        if self.data is None:
+            return iter([None] * self.eval_batches)
+        return (to_tensor(batch) for batch in self.data.validation(train.batch, train.eval_batches))
+
+    # Building
+
+    def _agree_on_data(self) -> int:
+        """All stages train on the same tokens; returns the tokenizer's entries."""
+        mine: dict[str, Any] = {}
+        if self.data is not None:
+            batches = sum(1 for _ in self.data.validation(self.config.train.batch, self.config.train.eval_batches))
+            mine = {"vocab": self.data.vocab, "digest": self.data.digest, "eval_batches": batches}
+        everyone = self.here.gather([self.here.host, mine])
+        first = everyone[0][1]
+        for stage, (host, theirs) in enumerate(everyone):
+            if theirs and theirs["digest"] != first["digest"]:
+                raise ThinpipeError(
+                    f"the data of stage {stage} on {host} differs from stage 0's on {everyone[0][0]}; use the same files, "
+                    "tokenizer and Python version, or data.source = 'first'"
+                )
+        self.eval_batches: int = first["eval_batches"]
+        self.digest: str = first["digest"]
+        return int(first["vocab"])
+
+    # Saving
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint takes from this stage, by global name; a tied table is the first stage's."""
+        elsewhere = set() if self.here.is_first else {"embed.weight"}
+        tensors = {f"model/{name}": p.detach() for name, p, _ in self.stage.roles() if name not in elsewhere}
+        tensors |= {f"optim/{name}": t for name, t in self.optimizer.state().items() if name.rsplit("/", 1)[0] not in elsewhere}
+        if isinstance(self.stage.method, Subspace) and self.here.is_last:
+            tensors["basis/U"] = self.stage.method.U_DK
+        if self.statistic is not None:
+            tensors |= {"basis/M": self.statistic.M_DK, "basis/square_norm": self.statistic.square_norm}
+        return tensors
+
+    def wants(self, names: set[str]) -> set[str]:
+        """Which of a checkpoint's tensors this stage needs."""
+        mine = {name for name, _, _ in self.stage.roles()}
+        basis = {"basis/U"} if self.here.is_last else set()
+        basis |= {"basis/M", "basis/square_norm"} if self.statistic is not None else set()
+        return {n for n in names if n.removeprefix("model/") in mine or n.removeprefix("optim/").rsplit("/", 1)[0] in mine or n in basis}
+
+    def save(self) -> None:
+        """Begin a checkpoint of the steps done; the step waits only for a copy."""
+        self._told(self.checkpoints.finish())
+        facts = {
+            "config": to_dict(self.config),
+            "vocab": self.stage.spec.vocab,
+            "segments": [[r.start, r.stop] for r in self.config.layers_of_segments],
+            "tokens": self.done_steps * self.stage.batch_tokens,
+            # All randomness is drawn from (seed, step), so these two are the state of every generator.
+            "random": {"seed": self.config.run.seed, "step": self.done_steps},
+            "data": self.digest,
+            "static": self.stage.method.digest(),
+            "refused_steps": self.refused,
+        }
+        self.checkpoints.save(self.done_steps, self.owned(), facts)
+
+    def _resume(self) -> int | None:
+        found = find(self.folder / "checkpoints", self.here, self.wants, lambda line: print(line, file=sys.stderr))
+        if found is None:
+            return None
+        if found.facts["data"] != self.digest:
+            raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")
+        self._load(found)
+        self.done_steps, self.refused = found.step, found.facts["refused_steps"]
+        if self.here.is_first:
+            print(f"resumed from step {found.step}", file=sys.stderr)
+        return found.step
+
+    def _load(self, found: Checkpoint) -> None:
+        tensors = found.tensors(self.wants(set(found.names)))
+        with torch.no_grad():
+            for name, parameter, _ in self.stage.roles():
+                parameter.copy_(tensors[f"model/{name}"])
+        self.optimizer.load({n.removeprefix("optim/"): t for n, t in tensors.items() if n.startswith("optim/")})
+        if "basis/U" in tensors:
+            assert isinstance(self.stage.method, Subspace)
+            self.stage.method.U_DK.copy_(tensors["basis/U"])
+        if self.statistic is not None:
+            self.statistic.M_DK.copy_(tensors["basis/M"])
+            self.statistic.square_norm.copy_(tensors["basis/square_norm"])
+        self.pipeline.share_from_owner()
+
+    # Reporting
+
+    def _own_tally(self, loss: float) -> Tally:
+        wire, state = self.pipeline.take_wire(), self.checkpoints.state
+        asked = self.stop is not None and self.stop.asked
+        return Tally(
+            loss=loss,
+            wire_forward=wire.forward,
+            wire_backward=wire.backward,
+            stop=float(asked),
+            written=float(state == "written"),
+            failed=float(state == "failed"),
+        )
+
+    def _told(self, complaint: str | None) -> None:
+        if complaint:
+            self.metrics.say(complaint)
+            self.metrics.event("complaint", step=self.done_steps, text=complaint)
+
+    def _report(self, total: Tally, seconds: float) -> None:
+        config, tokens = self.config, self.stage.batch_tokens
+        lr = learning_rate(config.optim, config.train, self.done_steps - 1)
+        norm = math.sqrt(total.square_norm) if total.square_norm >= 0 else math.nan
+        self.metrics.event(
+            "step",
+            step=self.done_steps,
+            loss=total.loss,
+            norm=norm,
+            lr=lr,
+            seconds=seconds,
+            tokens=self.done_steps * tokens,
+            wire_forward=int(total.wire_forward),
+            wire_backward=int(total.wire_backward),
+            refused=self.refused,
+        )
+        per_token, _ = self._wire_per_token(total)
+        refused = f"  refused {self.refused}" if self.refused else ""
+        self.metrics.progress(
+            self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}"
+        )
+
+    def _wire_per_token(self, total: Tally) -> tuple[float, bool]:
+        boundaries = self.here.stages - 1
+        if not boundaries:
+            return float(self.stage.codec.wire_bytes(self.stage.method.wire_width)), False
+        return (total.wire_forward + total.wire_backward) / (self.stage.batch_tokens * boundaries * 2), True
+
+    def _result(self, total: Tally, losses: list[float], val_loss: float, seconds: list[float]) -> Result | None:
+        stage, config = self.stage, self.config
+        peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+        owned = sum(p.numel() for n, p, _ in stage.roles() if self.here.is_first or n != "embed.weight")
+        everyone = self.here.gather([peak_kb / 1024, owned, self.pipeline.tied_bytes_per_step])
+        sample = self._sample()
+        if not self.here.is_first:
+            return None
+        steady = seconds[max(3, len(seconds) // 10) :] or seconds or [math.nan]
+        tail = losses[-max(1, min(50, len(losses) // 10)) :] or [math.nan]
+        per_token, measured = self._wire_per_token(total)
+        dense = 2.0 * stage.spec.width
+        result = Result(
+            run=str(self.folder),
+            method=config.compression.method,
+            stages=self.here.stages,
+            segments=config.segments,
+            steps=self.done_steps,
+            tokens=self.done_steps * stage.batch_tokens,
+            train_loss=float(np.mean(tail)),
+            val_loss=val_loss,
+            tokens_per_s=stage.batch_tokens / median(steady),
+            seconds_per_step=median(steady),
+            wire_bytes_per_token=per_token,
+            wire_bytes_forward=total.wire_forward,
+            wire_bytes_backward=total.wire_backward,
+            wire_measured=measured,
+            dense_wire_bytes_per_token=dense,
+            compression=dense / per_token if per_token else math.inf,
+            tied_bytes_per_step=sum(tied for _, _, tied in everyone),
+            peak_rss_mb=[round(peak, 1) for peak, _, _ in everyone],
+            parameters=sum(count for _, count, _ in everyone),
+            refused_steps=self.refused,
+            stopped=self.done_steps < config.train.steps,
+            sample=sample,
+        )
+        self.metrics.event("result", step=self.done_steps, **asdict(result))
+        write_whole(self.folder / "result.json", to_json(asdict(result)))
+        return result
+
+    def _sample(self) -> str:
+        """What the model writes after train.sample, decoded over the pipeline; "" without a tokenizer or prompt."""
+        prompt: list[int] = []
+        if self.data is not None and self.data.tokenizer is not None and self.here.is_first:
+            prompt = self.data.encode(self.config.train.sample)[: self.stage.spec.context]
+        prompt = self.here.gather(prompt)[0]
+        if not prompt:
+            return ""
+        ids = [int(i) for i in generate(self.stage, self.here, torch.tensor([prompt]), 80, temperature=0.7, top_p=0.9)]
+        return self.data.decode(prompt + ids) if self.data is not None and self.here.is_first else ""

@@ -1,0 +1,33 @@
+"""One process of a run: `python -m thinpipe.worker COMMAND RUN`, started by `launch`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from . import launch
+from .config import load
+from .metrics import to_json, write_whole
+from .topology import connect
+
+
+def main() -> None:
+    command, folder = sys.argv[1], Path(sys.argv[2])
+    launch.die_with_parent()
+    with launch.reporting_failures():
+        config = load(folder / "config.toml")
+        with connect(config.network.timeout) as topology, topology.naming_peers():
+            if command == "train":
+                from .trainer import Trainer
+
+                Trainer(config, topology, folder, launch.StopRequest()).fit()
+            else:
+                from .verify import verify_stage
+
+                result = verify_stage(config, topology)
+                if topology.is_first:
+                    write_whole(folder / "verify.json", to_json(result))
+
+
+if __name__ == "__main__":
+    main()
