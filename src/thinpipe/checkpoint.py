@@ -38,6 +38,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 HEARTBEAT = 1.0  # seconds between signs of life while some stage waits for its disk; below any sensible network.timeout
 DISK_PATIENCE = 1800.0  # seconds after which a disk counts as stuck
+REMOVAL_PATIENCE = 20.0  # seconds that the end of a run waits for old checkpoints to go; the next start removes the rest
 
 _FOLDER = re.compile(r"step-([0-9]{8,15})")
 _FILE = re.compile(r"stage-[0-9]{1,6}-of-[0-9]{1,6}\.safetensors")
@@ -123,8 +124,8 @@ class Checkpointer:
         self._abandoned = {step for step in _steps(folder) if resumed is not None and step > resumed}
         self._copies: dict[str, torch.Tensor] = {}
         self._save: _Save | None = None
-        for leftover in [*folder.glob("step-*.partial"), *folder.glob("step-*.removed")]:
-            shutil.rmtree(leftover, ignore_errors=True)
+        self._removal: Future[None] | None = None
+        _delete(folder, "step-*.partial", "step-*.removed")
         topology.gather(None)  # no stage may start to save while another still cleans up
 
     @property
@@ -192,13 +193,18 @@ class Checkpointer:
     def finish(self) -> str | None:
         """COLLECTIVE: wait for the save under way, if any, and `commit` it. For the end of a run and for a stop.
 
+        Returns: like `commit`; None if there was nothing to save.
+
         Raises:
             ThinpipeError: a disk did not finish within DISK_PATIENCE seconds.
         """
-        if self._save is None:
-            return None
-        _await_together(self._save.record, self.topology)
-        return self.commit()
+        error = None
+        if self._save is not None:
+            _await_together(self._save.record, self.topology)
+            error = self.commit()
+        if self._removal is not None:
+            wait([self._removal], REMOVAL_PATIENCE)
+        return error
 
     def _partial(self, step: int) -> Path:
         return _path(self.folder, step).with_suffix(".partial")
@@ -245,7 +251,7 @@ class Checkpointer:
         if not self._leads(step):
             return
         if (final := _path(self.folder, step)).exists():
-            _remove(final)  # of an abandoned future
+            _retire(final)  # of an abandoned future
         beside = self._partial(step) / f"{MANIFEST}.{self.topology.stage}"
         with open(beside, "w", encoding="utf-8") as file:
             file.write(json.dumps(content | {"sha256": _digest(content)}, indent=1))
@@ -265,7 +271,8 @@ class Checkpointer:
         keep = {*good[-self.keep_last :], *(old for old in good if self.keep_every and old % self.keep_every == 0)}
         for old in passed:
             if old not in keep:
-                _remove(_path(self.folder, old))
+                _retire(_path(self.folder, old))
+        self._removal = _in_background(lambda: _delete(self.folder, "step-*.removed"))  # gigabytes: no step shall wait for that
 
     def _discard(self, step: int) -> None:
         partial, stage = self._partial(step), self.topology.stage
@@ -461,13 +468,14 @@ def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-def _remove(folder: Path) -> None:
-    """Rename first, so that a kill in the middle leaves no half checkpoint under a good name."""
-    doomed = folder.with_suffix(".removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def _retire(folder: Path) -> None:
+    """Take away the good name before anything is deleted, so that a kill leaves no half checkpoint under it."""
+    folder.rename(folder.with_suffix(".removed"))
+
+
+def _delete(folder: Path, *patterns: str) -> None:
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

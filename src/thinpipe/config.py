@@ -264,9 +264,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     missing = [name for name in _HF_SIZES if raw.get(name) is None]
     if missing:
         raise ThinpipeError(f"{path}: {missing[0]} is missing; give the config.json of a Llama model")
+    for theirs, ours in _HF_SIZES.items():
+        _check_type(raw[theirs], {"tied": bool, "rope_theta": float, "norm_eps": float}.get(ours, int), f"{path}: {theirs}")
     sizes = {ours: raw[theirs] for theirs, ours in _HF_SIZES.items()}
-    for name, value in sizes.items():
-        _check_type(value, {"tied": bool, "rope_theta": float, "norm_eps": float}.get(name, int), f"{path}: {name}")
     if raw.get("head_dim") not in (None, sizes["width"] // max(1, sizes["heads"])):
         raise ThinpipeError(f"{path}: head_dim = {raw['head_dim']} is not implemented; only hidden_size / num_attention_heads is")
     return sizes

@@ -272,12 +272,12 @@ class Stage(nn.Module):
 
         Matrices: N(0, 1/in); those that write into the stream: the same over sqrt(2 layers), GPT-2's rule. Embedding
         rows: the method's, else N(0, 1). Head: N(0, 1/d) (docs/LOG.md has the trials). A tied head keeps the
-        embedding's scale, so there the final gain starts at 1/sqrt(d), which makes the first logits of order one.
+        embedding's scale, so there the final gain starts at 1/d: the input token's own logit, |E[t]|^2 gain, is then of order one.
         """
         for name, parameter, role in self.roles():
             generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
             if role.kind == "gain":
-                parameter.fill_(self.spec.width**-0.5 if self.spec.tied and name == "norm.weight" else 1.0)
+                parameter.fill_(1 / self.spec.width if self.spec.tied and name == "norm.weight" else 1.0)
                 continue
             if role.kind == "embedding" and (start := self.method.initial_embedding()) is not None:
                 parameter.copy_(start)

@@ -1,8 +1,7 @@
 """Network namespaces and emulated links: a real training over thin links on one machine.
 
-    with lab(parse_links("80mbit,25ms", boundaries=3), hosts=4) as net:
-        subprocess.run([*net.hosts[0].command_prefix, "ip", "address"])
-
+`with lab(parse_links("80mbit,25ms", boundaries=3), hosts=4) as net:` gives four hosts; `net.hosts[0].command_prefix` before
+a command's argv runs it on the first one.
 """
 
 from thinpipe.lab.links import Link, parse_link, parse_links

@@ -176,7 +176,8 @@ def serve(control: socket.socket, owner: int) -> None:
     """Carry packets and answer messages until the owner (a pidfd) or its end of the socket is gone."""
     backend = _answer(control, None)
     while backend is not None:
-        ready = select.select([control, owner, *backend.files], [], [], backend.wait())[0]
+        watched: list[Any] = [control, owner, *backend.files]
+        ready = select.select(watched, [], [], backend.wait())[0]
         if owner in ready:
             return
         if control in ready:

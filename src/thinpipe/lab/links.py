@@ -63,7 +63,9 @@ class Link:
         if not 0 <= self.loss < 1:
             raise ThinpipeError(f"link: loss = {self.loss * 100:g}% is out of range; use 0% to below 100%")
         if not 0 <= self.jitter <= 1e12 or (self.jitter and self.up is None and self.down is None):
-            raise ThinpipeError(f"link: jitter = {_write_rate(self.jitter)} can't be; it is the standard deviation of a limited rate, 16mbit for 80mbit")
+            raise ThinpipeError(
+                f"link: jitter = {_write_rate(self.jitter)} can't be; it is the standard deviation of a limited rate, 16mbit for 80mbit"
+            )
         if self.cc is not None and not re.fullmatch(r"[a-z][a-z0-9_]{0,14}", self.cc):
             raise ThinpipeError(f"link: cc = {self.cc!r} names no TCP congestion control; bbr and cubic do")
 

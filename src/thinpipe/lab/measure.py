@@ -1,89 +1,104 @@
-"""What a link really does: TCP between two hosts, from this process's sockets inside their namespaces."""
+"""What a link really does: TCP between two hosts, over sockets of this process inside their namespaces."""
 
 from __future__ import annotations
 
 import socket
 import statistics
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from thinpipe.config import ThinpipeError
 from thinpipe.lab.links import Link
 from thinpipe.lab.namespaces import inside
+
+_PINGS = 5
 
 
 class Measured(NamedTuple):
     """An achieved link."""
 
     rate: float
-    """Payload in Mbit/s that one TCP connection moved, once it was up to speed."""
+    """Payload in Mbit/s that one TCP connection moves, once it is up to speed."""
     round_trip: float
-    """Milliseconds, median over small packets on an idle link."""
+    """Milliseconds: median over small messages on the idle link."""
 
 
-def measure(sender, receiver, link: Link, seconds: float = 1.5) -> Measured:
+class End(Protocol):
+    """A host, as far as measuring goes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+
+
+def measure(sender: End, receiver: End, link: Link, seconds: float = 1.5) -> Measured:
+    """Rate and round trip from sender to receiver, in about `seconds` + 30 round trips.
+
+    Raises ThinpipeError if the link passes nothing.
+    """
     patience = 10 + 20 * link.delay
-    with _connected(sender, receiver, patience) as (here, there):
-        round_trip = _round_trip(here, there)
-        rate = _rate(here, there, warm_up=min(10 * round_trip, 1.5) + 0.2, seconds=seconds)
+    try:
+        with _connected(sender, receiver, patience) as (here, there):
+            round_trip = statistics.median(_ping(here, there) for _ in range(_PINGS))
+            # Slow start overshoots the queue; what it loses arrives late and in one piece, which would count as speed.
+            rate = _transfer(here, there, warm_up=0.2 + min(2.5, 20 * round_trip), seconds=seconds)
+    except OSError as error:
+        raise ThinpipeError(
+            f"lab: {sender.name} can't reach {receiver.name} over {link} ({error}); is a host cut, or the loss too high?"
+        ) from None
     return Measured(rate / 1e6, round_trip * 1e3)
 
 
 @contextmanager
-def _connected(sender, receiver, patience: float):
+def _connected(sender: End, receiver: End, patience: float) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection, each inside its host's namespace; no call on them waits longer than `patience` seconds."""
     with inside(receiver.name):
-        listener = socket.socket()
-    with listener:
+        listener = socket.create_server((receiver.address, 0), backlog=1)
+    with inside(sender.name):
+        here = socket.socket()
+    with listener, here:
         listener.settimeout(patience)
-        listener.bind((receiver.address, 0))
-        listener.listen(1)
-        with inside(sender.name):
-            here = socket.socket()
-        with here:
-            here.settimeout(patience)
-            here.connect(listener.getsockname())
-            there, _ = listener.accept()
-            with there:
-                there.settimeout(patience)
-                yield here, there
+        here.settimeout(patience)
+        here.connect(listener.getsockname())
+        there, _ = listener.accept()
+        with there:
+            there.settimeout(patience)
+            for end in (here, there):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield here, there
 
 
-def _round_trip(here, there, count: int = 5) -> float:
-    for end in (here, there):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    times = []
-    for _ in range(count):
-        begin = time.monotonic()
-        for one, other in ((here, there), (there, here)):
-            one.send(b"?")
-            other.recv(1)
-        times.append(time.monotonic() - begin)
-    return statistics.median(times)
+def _ping(here: socket.socket, there: socket.socket) -> float:
+    began = time.monotonic()
+    for one, other in ((here, there), (there, here)):
+        one.send(b"?")
+        other.recv(1)
+    return time.monotonic() - began
 
 
-def _rate(here, there, warm_up: float, seconds: float) -> float:
-    begin = time.monotonic()
-    end = begin + warm_up + seconds
+def _transfer(here: socket.socket, there: socket.socket, warm_up: float, seconds: float) -> float:
+    """Bit/s that arrive during `seconds` after `warm_up` seconds of sending as fast as TCP will."""
 
     def send() -> None:
-        with suppress(OSError):
-            while time.monotonic() < end:
+        with suppress(OSError):  # the receiver's reset ends it
+            while True:
                 here.send(bytes(1 << 16))
-        # What still waits in the socket would delay whoever measures next.
-        with suppress(OSError):
-            here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            here.close()
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
-    first, moved, now = 0.0, 0, begin
-    while now < end:
-        got = len(there.recv(1 << 18))
+
+    sender = threading.Thread(target=send, daemon=True)
+    began = now = time.monotonic()
+    first, moved = None, 0
+    sender.start()
+    while now < began + warm_up + seconds:
+        got = len(there.recv(1 << 20))
         now = time.monotonic()
-        if first: moved += got
-        elif now > begin + warm_up: first = now
-    thread.join(10)
-    return 8 * moved / (now - first)
+        if first is not None:
+            moved += got
+        elif now > began + warm_up:
+            first = now
+    there.close()  # with data unread: a reset, which also drops what the sender still has queued
+    sender.join(5)
+    return 8 * moved / (now - first) if first is not None and now > first else 0.0

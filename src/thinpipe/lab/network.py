@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +72,7 @@ class Lab:
 
         Raises ThinpipeError if one passes nothing.
         """
-        return [measure(*ends, link) for *ends, link in zip(self.hosts, self.hosts[1:], self.links, strict=False)]
+        return [measure(self.hosts[i], self.hosts[i + 1], link) for i, link in enumerate(self.links)]
 
     def emulator_cpu(self) -> float:
         """Share of one core that the emulator used since the last call (the first: since the start)."""
@@ -136,7 +136,7 @@ class Lab:
         with theirs:
             self._emulator = subprocess.Popen(
                 [sys.executable, "-m", "thinpipe.lab.emulator", self.name],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for the owner, which still needs the network to stop in order
                 cwd=Path(__file__).parents[2],
@@ -212,9 +212,12 @@ def _packet_bytes(rate: float | None, lossy: bool) -> int:
 
 def _open_tun(namespace: str) -> int:
     """The descriptor of a new TUN device in the namespace; the device lives as long as it is open."""
-    with inside(namespace):
-        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22s", DEVICE.encode(), _IFF_TUN_NO_PI, b""))
+    try:
+        with inside(namespace):
+            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22s", DEVICE.encode(), _IFF_TUN_NO_PI, b""))
+    except OSError as error:
+        raise ThinpipeError(f"lab: can't make a TUN device ({error}); modprobe tun (in a container: --device /dev/net/tun)") from None
     return device
 
 
@@ -222,7 +225,9 @@ def _check_congestion_control(links: Sequence[Link]) -> None:
     available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     for link in links:
         if link.cc and link.cc not in available:
-            raise ThinpipeError(f"--link {link}: cc={link.cc} is not in this kernel, which has {', '.join(available)}; try modprobe tcp_{link.cc}")
+            raise ThinpipeError(
+                f"--link {link}: cc={link.cc} is not in this kernel, which has {', '.join(available)}; try modprobe tcp_{link.cc}"
+            )
 
 
 @contextmanager

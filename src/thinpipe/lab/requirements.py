@@ -45,12 +45,13 @@ def check() -> None:
 
 
 def _own_folder() -> None:
-    """In a user namespace, where iproute2's folder for names is not ours: put a private one over it."""
-    folder = namespaces.FOLDER if namespaces.FOLDER.is_dir() else namespaces.FOLDER.parent
-    if any(line.startswith(f"{namespaces.PREFIX} {folder.resolve()} tmpfs ") for line in Path("/proc/self/mounts").read_text().splitlines()):
+    """In a user namespace, where iproute2's folder for names is not ours: put a private one over it, and have a loopback."""
+    source, folder = namespaces.PREFIX, namespaces.FOLDER if namespaces.FOLDER.is_dir() else namespaces.FOLDER.parent
+    if f"\n{source} {folder.resolve()} tmpfs " in Path("/proc/self/mounts").read_text():
         return
     try:
-        run("mount", "-t", "tmpfs", namespaces.PREFIX, str(folder.resolve()))
+        run("mount", "-t", "tmpfs", source, str(folder.resolve()))
+        run("ip", "link", "set", "lo", "up")
     except ThinpipeError:
         raise ThinpipeError("lab: without root it needs a mount namespace too; put 'unshare -rmn' before the command") from None
 

@@ -1,0 +1,272 @@
+"""`thinpipe export`: a run as a Hugging Face folder that stock transformers loads, checked before it gets its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from .codecs import make_codec
+from .config import Config, ModelSpec, ThinpipeError
+from .data import PAD, Data, prepare
+from .evaluate import load_run
+from .export import INDEX, WEIGHTS, Tensors, llama_config, read_llama_folder, to_llama
+from .method import Dense
+from .model import Stage
+
+SHARD_BYTES = 4 * 10**9
+TOLERANCE = 1e-5  # of float32 logits, relative to the largest or to 1
+
+# How tokenizers call what our data has no need of.
+_SPECIAL = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was written and how it compares; the keys of `thinpipe export --json`.
+
+    Attributes:
+        max_abs_logit_diff: largest difference between the folder's logits, computed in float32 by `checked_with`, and the
+            run's in float32 without wire rounding, on one validation sequence and one of random ids.
+        max_abs_logit: the run's largest logit there.
+        rounding_max_abs_logit_diff: what the run's wire rounding at its cuts changes, which a plain Llama doesn't have (not judged).
+        files: names of the files in `out`; parameters: of the plain Llama.
+        tokenizer: whether the run had one to write (token files may have none).
+    """
+
+    out: str
+    max_abs_logit_diff: float
+    max_abs_logit: float
+    rounding_max_abs_logit_diff: float
+    checked_with: str
+    dtype: str
+    step: int
+    parameters: int
+    files: list[str]
+    tokenizer: bool
+
+
+def export_run(
+    run: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32", *, shard_bytes: int = SHARD_BYTES
+) -> dict[str, Any]:
+    """Write a run's newest checkpoint as a plain Llama: config, weights with index, tokenizer, generation config, card.
+
+    The folder is written beside `out`, loaded again (by transformers where it is installed), its logits compared with
+    the run's, and only then renamed.
+
+    Args:
+        out: a new or empty folder.
+        dtype: of the written weights.
+        shard_bytes: largest size of a weights file; a larger tensor has a file of its own.
+
+    Returns the fields of `Export`.
+
+    Raises:
+        ThinpipeError: no run there, `out` in use or not writable, the run's data is not at hand, its method is not a plain
+            Llama, or float32 logits differ by more than TOLERANCE; then nothing is left at `out`.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise ThinpipeError(f"dtype = {dtype!r} can't be exported; use 'float32' or 'bfloat16'")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ThinpipeError(f"{out} is already there and not an empty folder; name a new one")
+    config, stage, facts = load_run(run)
+    if not stage.method.is_plain_llama:
+        raise ThinpipeError(
+            f"compression.method = {stage.method.name!r} is not a plain Llama and can't be exported; 'none' and 'subspace' can"
+        )
+    data = prepare(config)
+    if data.digest != facts["data"]:
+        raise ThinpipeError(f"the data differs from what {run} was trained on; bring the same files, tokenizer and Python version")
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        tensors = to_llama(plain_tensors(stage, getattr(torch, dtype)), stage.spec)
+        _write_weights(partial, tensors, shard_bytes)
+        _write_texts(partial, _settings(stage.spec, data, dtype))
+        checked = _compare(stage, partial, _sample_ids(data, stage.spec.vocab))
+        allowed = TOLERANCE * max(1.0, checked["max_abs_logit"])
+        if dtype == "float32" and not checked["max_abs_logit_diff"] <= allowed:
+            raise ThinpipeError(
+                f"the exported model's logits differ from the run's by {checked['max_abs_logit_diff']:.3g} (allowed: {allowed:.3g}), "
+                f"computed with {checked['checked_with']}; nothing was written\nThis is a mistake of thinpipe's; please report it."
+            )
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        _write_texts(partial, {"README.md": _card(config, stage.spec, facts["step"], parameters, dtype, checked)})
+        files = sorted(path.name for path in partial.iterdir())
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ThinpipeError(f"{out} can't be written: {error}; name a folder that can be written and has room") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return dataclasses.asdict(
+        Export(
+            out=str(out),
+            dtype=dtype,
+            step=facts["step"],
+            parameters=parameters,
+            files=files,
+            tokenizer=data.tokenizer is not None,
+            **checked,
+        )
+    )
+
+
+@torch.no_grad()
+def plain_tensors(stage: Stage, dtype: torch.dtype) -> Tensors:
+    """The whole model's parameters at full width under our names: what `to_llama` takes.
+
+    Where the method holds coordinates, W = A U^T and the embedding E + A_T U^T (METHOD.md section 3) are computed in
+    float64 and then rounded to `dtype`.
+    """
+    tensors = {}
+    for name, parameter, role in stage.roles():
+        weight = parameter.detach()
+        if role.kind == "embedding":
+            weight = stage.method.full_embedding(weight.double())
+        elif role.coordinates is not None:
+            weight = stage.method.full_writer(weight.double())
+        tensors[name] = weight.to(dtype)
+    return tensors
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _write_weights(folder: Path, tensors: Tensors, shard_bytes: int) -> None:
+    """Safetensors files of at most `shard_bytes` each, and the index that says which tensor is where."""
+    shards: list[Tensors] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and held + tensor.nbytes > shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 makes it private, whatever the umask
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    _write_texts(folder, {INDEX: _json({"metadata": {"total_size": total}, "weight_map": weight_map})})
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _settings(spec: ModelSpec, data: Data, dtype: str) -> dict[str, str]:
+    """Everything but weights and card, by file name."""
+    texts: dict[str, str] = {}
+    special: dict[str, str] = {}
+    ids: dict[str, int | None] = {"bos": None, "eos": None, "pad": None}
+    if data.tokenizer is not None:
+        special = {kind: name for kind, names in _SPECIAL.items() for name in names if data.tokenizer.token_to_id(name) is not None}
+        if data.end_of_text is not None:
+            special["eos_token"] = data.tokenizer.id_to_token(data.end_of_text)
+        ids |= {kind.removesuffix("_token"): data.tokenizer.token_to_id(name) for kind, name in special.items()}
+        stored = json.loads(data.tokenizer.to_str())
+        if data.tokenizer.num_special_tokens_to_add(False):
+            stored["post_processor"] = None  # it would add tokens that the model has never seen at the start of a text
+        texts["tokenizer.json"] = _json(stored)
+        texts["tokenizer_config.json"] = _json(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": spec.context,
+                "clean_up_tokenization_spaces": False,
+                **special,
+            }
+        )
+    texts["config.json"] = _json(llama_config(spec, dtype, **ids))
+    texts["generation_config.json"] = _json({f"{kind}_token_id": id for kind, id in ids.items()})
+    return texts
+
+
+def _card(config: Config, spec: ModelSpec, step: int, parameters: int, dtype: str, checked: Mapping[str, Any]) -> str:
+    tokens = step * config.train.batch * spec.context
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [thinpipe]
+---
+
+# {config.run.name}
+
+A Llama of {parameters:,} parameters ({spec.layers} layers of width {spec.width}, context {spec.context}), trained with
+[thinpipe](https://pypi.org/project/thinpipe/) by method "{config.compression.method}" for {step:,} steps, {tokens:,} tokens. It is a
+plain Llama: nothing of thinpipe's is needed to run it.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("this folder")
+tokenizer = AutoTokenizer.from_pretrained("this folder")
+```
+
+Weights are {dtype}. Computed in float32 with {checked["checked_with"]}, logits differ from those of the trained model by at most
+{checked["max_abs_logit_diff"]:.2e}; the largest logit is {checked["max_abs_logit"]:.2f}.
+"""
+
+
+# --- the check --------------------------------------------------------------------------------------------------------------------------
+
+
+def _sample_ids(data: Data, vocab: int) -> torch.Tensor:
+    """Two sequences (2, T): one of the validation split, one of random ids, which reaches rows that text seldom does."""
+    random_BT = torch.randint(vocab, (2, data.context), generator=torch.Generator().manual_seed(0))
+    window_T = torch.from_numpy(next(data.validation(1, 1)))[0, :-1]
+    random_BT[0] = torch.where(window_T == PAD, random_BT[0], window_T)
+    return random_BT
+
+
+@torch.no_grad()
+def _logits(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor:
+    return stage.logits(stage.run(None, ids_BT), ids_BT)
+
+
+def _compare(stage: Stage, folder: Path, ids_BT: torch.Tensor) -> dict[str, Any]:
+    """The fields of `Export` about logits; leaves `stage` without wire rounding."""
+    rounded_BTV = _logits(stage, ids_BT)
+    stage.codec = make_codec("float32")
+    ours_BTV = _logits(stage, ids_BT)
+    written_BTV, checked_with = _logits_of_folder(folder, ids_BT)
+    return {
+        "max_abs_logit_diff": float((written_BTV - ours_BTV).abs().max()),
+        "max_abs_logit": float(ours_BTV.abs().max()),
+        "rounding_max_abs_logit_diff": float((rounded_BTV - ours_BTV).abs().max()),
+        "checked_with": checked_with,
+    }
+
+
+@torch.no_grad()
+def _logits_of_folder(folder: Path, ids_BT: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Logits of a written folder in float32, and who computed them."""
+    try:
+        import transformers
+    except ImportError:
+        sizes, tensors = read_llama_folder(folder)
+        spec = ModelSpec(**sizes)
+        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], make_codec("float32"), batch_tokens=1)
+        for name, parameter, _ in plain.roles():
+            parameter.copy_(tensors[name])
+        return _logits(plain, ids_BT), "thinpipe (transformers is not installed)"
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    return model(ids_BT, use_cache=False).logits, f"transformers {transformers.__version__}"

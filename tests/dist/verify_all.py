@@ -1,0 +1,74 @@
+"""Run by 8 processes: both checks of `verify` for every method, schedule and number of stages, then the pipeline broken on purpose."""
+
+import itertools
+import json
+import sys
+
+import torch
+from conftest import tiny
+
+from thinpipe import optim, pipeline, schedule, verify
+from thinpipe.config import Config, from_dict
+from thinpipe.topology import Topology, connect
+
+VOCAB = 64
+torch.set_num_threads(1)
+
+
+def config(method: str, schedule_name: str, stages: int, tied: bool = False, source: str = "local") -> Config:
+    pipeline_group = {"stages": stages, "schedule": schedule_name, "micro_batches": 8}
+    groups = {"compression": {"method": method}, "pipeline": pipeline_group, "model": {"tied": tied}, "data": {"source": source}}
+    return from_dict(tiny(**groups)).check()
+
+
+def check(topologies: dict[int, Topology | None], label: str, **what) -> None:
+    here = topologies[what["stages"]]
+    if here is None:
+        return
+    tokens = torch.randint(0, VOCAB, (16, 17), generator=torch.Generator().manual_seed(0))
+    result = verify.compare(config(**what), here, VOCAB, tokens)
+    if here.is_first:
+        print("RESULT " + json.dumps({"label": label, **result}), flush=True)
+
+
+with connect(60) as world:
+    topologies = {stages: world.first(stages) for stages in (1, 2, 4, 8)}
+    for method, name, stages in itertools.product(("none", "subspace"), ("wan", "gpipe", "1f1b"), (1, 2, 4, 8)):
+        check(topologies, "whole", method=method, schedule_name=name, stages=stages)
+    for method, stages in itertools.product(("none", "subspace"), (1, 2, 8)):
+        check(topologies, "tied, ids on the wire", method=method, schedule_name="wan", stages=stages, tied=True, source="first")
+
+    broken = {"method": "subspace", "schedule_name": "wan", "stages": 4}
+    original = schedule.actions
+
+    def dropping(*arguments):
+        """One micro-batch is never computed, on any stage."""
+        return [[action for action in actions if action.micro_batch != 7] for actions in original(*arguments)]
+
+    def without_checks(self, *_):
+        self._internal_losses.clear()
+
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    kept = _PipelineScheduleRuntime._update_losses
+    schedule.actions, _PipelineScheduleRuntime._update_losses = dropping, without_checks
+    check(topologies, "dropped micro-batch", **broken)
+    schedule.actions, _PipelineScheduleRuntime._update_losses = original, kept
+
+    total_tally = pipeline.Pipeline.tally
+
+    def tally_of_this_stage(self, own):
+        total = total_tally(self, own)
+        total.square_norm = sum(self._gradient_squares())
+        return total
+
+    pipeline.Pipeline.tally = tally_of_this_stage
+    check(topologies, "clip per stage", **broken)
+    pipeline.Pipeline.tally = total_tally
+
+    clip = optim.clip_scale
+    verify.clip_scale = lambda norm, limit: 1.0
+    check(topologies, "no clip", **broken)
+    verify.clip_scale = clip
+    check(topologies, "whole again", **broken)
+sys.exit(0)
