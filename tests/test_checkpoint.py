@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from thinpipe import checkpoint
 from thinpipe.checkpoint import Checkpoint, Checkpointer, find
@@ -345,10 +345,16 @@ def test_what_is_no_manifest_is_refused(sample: Path, raw: bytes) -> None:
     assert found.step == 1
 
 
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "stage-0-of-1.safetensors/../x", "stage-0-of-1.safetensors\n"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "{sample}/secret.safetensors", "stage-0-of-1.safetensors/../../secret.safetensors"]
+)
 def test_file_names_cannot_leave_the_folder(sample: Path, name: str) -> None:
-    record = {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": 0, "host": "h", "stage": 0, "tensors": {"a": ["float32", [1]]}}
-    content = {"format": 1, "step": 2, "stages": 1, "facts": {}, "files": {name: record}}
+    secret = sample / "secret.safetensors"
+    save_file({"a": torch.ones(1)}, secret)
+    (sample / "step-00000002" / "stage-0-of-1.safetensors").mkdir(exist_ok=True)
+    digest = hashlib.sha256(secret.read_bytes()).hexdigest()
+    record = {"sha256": digest, "bytes": secret.stat().st_size, "host": "h", "stage": 0, "tensors": {"a": ["float32", [1]]}}
+    content = {"format": 1, "step": 2, "stages": 1, "facts": {}, "files": {name.format(sample=sample): record}}
     found = look_with_manifest(sample, json.dumps(content | {"sha256": checkpoint._digest(content)}).encode())
     assert found is not None
     assert found.step == 1

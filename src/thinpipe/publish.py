@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from .codecs import make_codec
 from .config import Config, ModelSpec, ThinpipeError
@@ -33,45 +32,24 @@ _SPECIAL = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """What was written and how it compares; the keys of `thinpipe export --json`.
-
-    Attributes:
-        max_abs_logit_diff: largest difference between the folder's logits, computed in float32 by `checked_with`, and the
-            run's in float32 without wire rounding, on one validation sequence and one of random ids.
-        max_abs_logit: the run's largest logit there.
-        rounding_max_abs_logit_diff: what the run's wire rounding at its cuts changes, which a plain Llama doesn't have (not judged).
-        files: names of the files in `out`; parameters: of the plain Llama.
-        tokenizer: whether the run had one to write (token files may have none).
-    """
-
-    out: str
-    max_abs_logit_diff: float
-    max_abs_logit: float
-    rounding_max_abs_logit_diff: float
-    checked_with: str
-    dtype: str
-    step: int
-    parameters: int
-    files: list[str]
-    tokenizer: bool
-
-
 def export_run(
     run: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32", *, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Any]:
     """Write a run's newest checkpoint as a plain Llama: config, weights with index, tokenizer, generation config, card.
 
     The folder is written beside `out`, loaded again (by transformers where it is installed), its logits compared with
-    the run's, and only then renamed.
+    the run's on a validation sequence and one of random ids, and only then renamed.
 
     Args:
         out: a new or empty folder.
         dtype: of the written weights.
         shard_bytes: largest size of a weights file; a larger tensor has a file of its own.
 
-    Returns the fields of `Export`.
+    Returns:
+        `out`, `dtype`, `step`, `parameters` (of the plain Llama), `files` (names), `tokenizer` (whether the run had one);
+        `max_abs_logit_diff`: largest difference between the folder's logits, in float32 by `checked_with`, and the run's in
+        float32 without wire rounding, whose largest is `max_abs_logit`;
+        `rounding_max_abs_logit_diff`: what the run's wire rounding at its cuts changes, which a plain Llama has not (not judged).
 
     Raises:
         ThinpipeError: no run there, `out` in use or not writable, the run's data is not at hand, its method is not a plain
@@ -92,35 +70,30 @@ def export_run(
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        tensors = to_llama(plain_tensors(stage, getattr(torch, dtype)), stage.spec)
-        _write_weights(partial, tensors, shard_bytes)
-        _write_texts(partial, _settings(stage.spec, data, dtype))
-        checked = _compare(stage, partial, _sample_ids(data, stage.spec.vocab))
-        allowed = TOLERANCE * max(1.0, checked["max_abs_logit"])
-        if dtype == "float32" and not checked["max_abs_logit_diff"] <= allowed:
-            raise ThinpipeError(
-                f"the exported model's logits differ from the run's by {checked['max_abs_logit_diff']:.3g} (allowed: {allowed:.3g}), "
-                f"computed with {checked['checked_with']}; nothing was written\nThis is a mistake of thinpipe's; please report it."
-            )
-        parameters = sum(tensor.numel() for tensor in tensors.values())
-        _write_texts(partial, {"README.md": _card(config, stage.spec, facts["step"], parameters, dtype, checked)})
-        files = sorted(path.name for path in partial.iterdir())
+        told = _write_checked(partial, config, stage, data, facts["step"], dtype, shard_bytes)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise ThinpipeError(f"{out} can't be written: {error}; name a folder that can be written and has room") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return dataclasses.asdict(
-        Export(
-            out=str(out),
-            dtype=dtype,
-            step=facts["step"],
-            parameters=parameters,
-            files=files,
-            tokenizer=data.tokenizer is not None,
-            **checked,
+    return {"out": str(out), **told}
+
+
+def _write_checked(folder: Path, config: Config, stage: Stage, data: Data, step: int, dtype: str, shard_bytes: int) -> dict[str, Any]:
+    tensors = to_llama(plain_tensors(stage, getattr(torch, dtype)), stage.spec)
+    _write_weights(folder, tensors, shard_bytes)
+    _write_texts(folder, _settings(stage.spec, data, dtype))
+    checked = _compare(stage, folder, _sample_ids(data, stage.spec.vocab))
+    allowed = TOLERANCE * max(1.0, checked["max_abs_logit"])
+    if dtype == "float32" and not checked["max_abs_logit_diff"] <= allowed:  # so that NaN fails too
+        raise ThinpipeError(
+            f"the exported model's logits differ from the run's by {checked['max_abs_logit_diff']:.3g} (allowed: {allowed:.3g}), "
+            f"computed with {checked['checked_with']}; nothing was written\nThis is a mistake of thinpipe's; please report it."
         )
-    )
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    _write_texts(folder, {"README.md": _card(config, stage.spec, step, parameters, dtype, checked)})
+    files = sorted(path.name for path in folder.iterdir())
+    return {"dtype": dtype, "step": step, "parameters": parameters, "files": files, "tokenizer": data.tokenizer is not None, **checked}
 
 
 @torch.no_grad()
@@ -176,12 +149,9 @@ def _json(value: Any) -> str:
 def _settings(spec: ModelSpec, data: Data, dtype: str) -> dict[str, str]:
     """Everything but weights and card, by file name."""
     texts: dict[str, str] = {}
-    special: dict[str, str] = {}
     ids: dict[str, int | None] = {"bos": None, "eos": None, "pad": None}
     if data.tokenizer is not None:
-        special = {kind: name for kind, names in _SPECIAL.items() for name in names if data.tokenizer.token_to_id(name) is not None}
-        if data.end_of_text is not None:
-            special["eos_token"] = data.tokenizer.id_to_token(data.end_of_text)
+        special = _special_tokens(data.tokenizer, data.end_of_text)
         ids |= {kind.removesuffix("_token"): data.tokenizer.token_to_id(name) for kind, name in special.items()}
         stored = json.loads(data.tokenizer.to_str())
         if data.tokenizer.num_special_tokens_to_add(False):
@@ -191,13 +161,24 @@ def _settings(spec: ModelSpec, data: Data, dtype: str) -> dict[str, str]:
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": spec.context,
-                "clean_up_tokenization_spaces": False,
+                "clean_up_tokenization_spaces": False,  # else decode would change spaces before punctuation
                 **special,
             }
         )
     texts["config.json"] = _json(llama_config(spec, dtype, **ids))
     texts["generation_config.json"] = _json({f"{kind}_token_id": id for kind, id in ids.items()})
     return texts
+
+
+def _special_tokens(tokenizer: Tokenizer, end_of_text: int | None) -> dict[str, str]:
+    """Those that the tokenizer has, by transformers' name for them."""
+    special: dict[str, str] = {}
+    for kind, names in _SPECIAL.items():
+        if (found := next((name for name in names if tokenizer.token_to_id(name) is not None), None)) is not None:
+            special[kind] = found
+    if end_of_text is not None and (token := tokenizer.id_to_token(end_of_text)) is not None:
+        special["eos_token"] = token
+    return special
 
 
 def _card(config: Config, spec: ModelSpec, step: int, parameters: int, dtype: str, checked: Mapping[str, Any]) -> str:
@@ -210,9 +191,9 @@ tags: [thinpipe]
 
 # {config.run.name}
 
-A Llama of {parameters:,} parameters ({spec.layers} layers of width {spec.width}, context {spec.context}), trained with
-[thinpipe](https://pypi.org/project/thinpipe/) by method "{config.compression.method}" for {step:,} steps, {tokens:,} tokens. It is a
-plain Llama: nothing of thinpipe's is needed to run it.
+A Llama of {parameters:,} parameters ({spec.layers} layers of width {spec.width}, context {spec.context}), trained by thinpipe
+with method "{config.compression.method}" for {step:,} steps, {tokens:,} tokens. It is a plain Llama: nothing of thinpipe's is needed
+to run it.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -243,7 +224,7 @@ def _logits(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(stage: Stage, folder: Path, ids_BT: torch.Tensor) -> dict[str, Any]:
-    """The fields of `Export` about logits; leaves `stage` without wire rounding."""
+    """What `export_run` returns about logits; leaves `stage` without wire rounding."""
     rounded_BTV = _logits(stage, ids_BT)
     stage.codec = make_codec("float32")
     ours_BTV = _logits(stage, ids_BT)

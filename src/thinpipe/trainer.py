@@ -145,8 +145,12 @@ def use_bf16(precision: str, device: torch.device) -> bool:
 
 
 def share_cores(topology: Topology) -> None:
-    """Divide this machine's cores between its stages; without it every stage would start a thread per core."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world))
+    """Divide this machine's cores between its stages; without it every stage would start a thread per core.
+
+    A smaller number that is already set (OMP_NUM_THREADS) stays.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // topology.local_world)))
 
 
 class Trainer:
@@ -302,11 +306,12 @@ class Trainer:
         return tensors
 
     def wants(self, names: set[str]) -> set[str]:
-        """Which of a checkpoint's tensors this stage needs."""
+        """Which of a checkpoint's tensors this stage needs: all its parameters and basis, and the moments that there are."""
         mine = {name for name, _, _ in self.stage.roles()}
-        basis = {"basis/U"} if self.here.is_last else set()
-        basis |= {"basis/M", "basis/square_norm"} if self.statistic is not None else set()
-        return {n for n in names if n.removeprefix("model/") in mine or n.removeprefix("optim/").rsplit("/", 1)[0] in mine or n in basis}
+        basis = {"basis/U"} if isinstance(self.stage.method, Subspace) and self.here.is_last else set()
+        moments = {n for n in names if n.startswith("optim/") and n.removeprefix("optim/").rsplit("/", 1)[0] in mine}
+        statistic = names & {"basis/M", "basis/square_norm"} if self.statistic is not None else set()
+        return {f"model/{name}" for name in mine} | moments | basis | statistic
 
     def save(self) -> None:
         """Begin a checkpoint of the steps done; the step waits only for a copy."""
@@ -345,7 +350,7 @@ class Trainer:
         if "basis/U" in tensors:
             assert isinstance(self.stage.method, Subspace)
             self.stage.method.U_DK.copy_(tensors["basis/U"])
-        if self.statistic is not None:
+        if self.statistic is not None and "basis/M" in tensors:
             self.statistic.M_DK.copy_(tensors["basis/M"])
             self.statistic.square_norm.copy_(tensors["basis/square_norm"])
         self.pipeline.share_from_owner()

@@ -199,6 +199,7 @@ def main() -> None:
         if str(parent) == lab.split("-")[1]:
             serve(control, owner)
     finally:
+        time.sleep(0.2)  # a command that the dead owner had started may still be making namespaces
         namespaces.remove(namespaces.names(lab))
 
 

@@ -12,8 +12,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from thinpipe.config import ThinpipeError
@@ -25,6 +25,7 @@ FOLDER = Path("/var/run/netns")
 """Where iproute2 keeps the names."""
 _CLONE_NEWNET = 0x40000000
 _COMMAND_SECONDS = 20
+_PATIENCE = 3.0
 
 
 def run(*argv: str, stdin: str = "") -> str:
@@ -96,18 +97,36 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "setns: can't enter a network namespace")
 
 
-def processes_in(namespaces: Iterable[str]) -> set[int]:
-    """Ids of the processes that run inside any of the namespaces."""
-    wanted = set()
-    for name in namespaces:
-        with suppress(FileNotFoundError):
-            wanted.add((FOLDER / name).stat().st_ino)
+def _argv(process: Path) -> list[str]:
+    return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
+@contextmanager
+def _held(namespaces: Iterable[str]) -> Iterator[set[int]]:
+    """Inode numbers of the namespaces, kept open: the kernel gives the number of a namespace that is gone to the next one."""
+    with ExitStack() as held:
+        numbers = set()
+        for name in namespaces:
+            with suppress(FileNotFoundError):
+                numbers.add(os.fstat(held.enter_context(open(FOLDER / name)).fileno()).st_ino)
+        yield numbers
+
+
+def _find(numbers: set[int], namespaces: Collection[str]) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or a zombie, or another user's
-            if (process / "ns/net").stat().st_ino in wanted:
+            argv = _argv(process)
+            entering = any(argv[1:4] == ["netns", "exec", name] for name in namespaces)  # seen on its way in, it can't slip through
+            if entering or (process / "ns/net").stat().st_ino in numbers:
                 found.add(int(process.name))
     return found - {os.getpid()}
+
+
+def processes_in(namespaces: Collection[str]) -> set[int]:
+    """Ids of the processes that run inside any of the namespaces, or are about to."""
+    with _held(namespaces) as numbers:
+        return _find(numbers, namespaces)
 
 
 def emulators(prefix: str) -> dict[int, str]:
@@ -115,37 +134,38 @@ def emulators(prefix: str) -> dict[int, str]:
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            argv = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if "thinpipe.lab.emulator" in argv[:-2] and argv[-2].startswith(f"{prefix}-"):
-                found[int(process.name)] = argv[-2]
+            argv = _argv(process)
+            if argv[1:-1] == ["-m", "thinpipe.lab.emulator"] and argv[-1].startswith(f"{prefix}-"):
+                found[int(process.name)] = argv[-1]
     return found
 
 
-def end_processes(namespaces: Iterable[str], patience: float = 3.0) -> None:
-    """SIGTERM, and SIGKILL after `patience` seconds, to all that runs inside; waits as long again at most."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline, told = time.monotonic() + patience, set[int]()
-        while (alive := processes_in(namespaces)) and time.monotonic() < deadline:
+def _end(numbers: set[int], namespaces: Collection[str]) -> None:
+    """SIGTERM, later SIGKILL, to all that runs inside; waits for twice `_PATIENCE` at most."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        deadline, told = time.monotonic() + _PATIENCE, set[int]()
+        while (alive := _find(numbers, namespaces)) and time.monotonic() < deadline:
             for pid in alive - told:  # a process may have started another between our look and our signal
                 with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, signum)
             told |= alive
             time.sleep(0.02)
 
 
-def remove(namespaces: Iterable[str]) -> None:
+def remove(namespaces: Collection[str]) -> None:
     """End all that runs inside and delete the namespaces, their devices with them; one that is gone is no error.
 
     Raises ThinpipeError if one can't be deleted.
     """
-    namespaces = list(namespaces)
-    end_processes(namespaces)
-    for name in namespaces:
-        try:
-            run("ip", "netns", "delete", name)
-        except ThinpipeError:
-            if (FOLDER / name).exists():  # else another clean-up was faster
-                raise
+    with _held(namespaces) as numbers:
+        _end(numbers, namespaces)
+        for name in namespaces:
+            try:
+                run("ip", "netns", "delete", name)
+            except ThinpipeError:
+                if (FOLDER / name).exists():  # else another clean-up was faster
+                    raise
+        _end(numbers, namespaces)  # what was just entering: without a name, nobody enters any more
 
 
 def leftovers(prefix: str = PREFIX) -> list[str]:
@@ -163,5 +183,5 @@ def clean(prefix: str = PREFIX) -> list[str]:
         if owned_by_the_dead(lab, prefix):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    remove(name for name in names(prefix) if owned_by_the_dead(name, prefix))
+    remove([name for name in names(prefix) if owned_by_the_dead(name, prefix)])
     return found

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -188,14 +188,13 @@ class Lab:
     def _close(self) -> None:
         try:
             namespaces.remove(namespaces.names(self.name))
-        finally:
+            if self._emulator is not None:
+                self._emulator.kill()  # it has nothing left to do
+        finally:  # if we were interrupted, the end of the socket tells the emulator to remove the lab
             if self._control is not None:
                 self._control.close()
             if self._emulator is not None:
-                try:
-                    self._emulator.wait(10)
-                except subprocess.TimeoutExpired:
-                    self._emulator.kill()
+                with suppress(subprocess.TimeoutExpired):
                     self._emulator.wait(10)
 
 

@@ -19,7 +19,7 @@ def unavailable() -> str | None:
     """Why a lab can't run here, in one line with the remedy; None if it can."""
     try:
         check()
-        scratch = namespaces.lab_name(namespaces.PREFIX, os.getpid()) + "-probe"
+        scratch = namespaces.lab_name(namespaces.PREFIX, 0) + "-probe"
         run("ip", "netns", "add", scratch)
         try:
             choose_backend(scratch)

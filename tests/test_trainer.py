@@ -1,0 +1,158 @@
+"""A whole run in one process: it learns, repeats itself, goes on where it stopped, and refuses what is poisoned."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+
+from thinpipe import launch
+from thinpipe.config import Config, ThinpipeError, from_dict
+from thinpipe.evaluate import evaluate
+from thinpipe.metrics import read_events
+from thinpipe.run import open_run, result_of
+from thinpipe.topology import connect
+from thinpipe.trainer import Result, Trainer
+
+
+def config(folder: Path, corpus: dict[str, Any], **groups: dict[str, Any]) -> Config:
+    return from_dict(tiny(**({"data": corpus, "run": {"dir": str(folder)}} | groups)))
+
+
+def run(config: Config, stop: launch.StopRequest | None = None) -> Result:
+    config, folder, _ = open_run(config)
+    with connect(30) as alone:
+        result = Trainer(config, alone, folder, stop).fit()
+    assert result is not None
+    return result
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
+
+
+@pytest.mark.parametrize("method", ["none", "subspace"])
+@pytest.mark.parametrize("hidden", ["adamw", "muon"])
+def test_it_learns(tmp_path: Path, corpus: dict[str, Any], method: str, hidden: str) -> None:
+    groups = {"train": {"steps": 60, "eval_every": 0}, "optim": {"hidden": hidden, "lr": 1e-2}, "compression": {"method": method}}
+    result = run(config(tmp_path / "run", corpus, **groups))
+    assert result.val_loss < 0.6 * math.log(300)
+    assert result.steps == 60 and result.tokens == 60 * 16 * 16 and not result.stopped
+    assert math.isfinite(result.train_loss) and result.refused_steps == 0
+
+
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    results = [run(config(tmp_path / name, corpus)) for name in "ab"]
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 6
+    assert results[0].val_loss == results[1].val_loss
+    other = run(config(tmp_path / "c", corpus, run={"dir": str(tmp_path / "c"), "seed": 1}))
+    assert other.val_loss != results[0].val_loss
+
+
+def test_micro_batches_do_not_change_the_gradient(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """FIELD.md kind 3: the same data in one part or in eight."""
+    for micro_batches in (1, 8):
+        run(config(tmp_path / str(micro_batches), corpus, pipeline={"stages": 1, "micro_batches": micro_batches}))
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+
+
+def test_numbers_are_right(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """FIELD.md kind 13: no loss of -1 or 0, tokens counted once; the summary agrees with the metrics and with eval."""
+    result = run(config(tmp_path / "run", corpus))
+    events = list(read_events(tmp_path / "run" / "metrics.jsonl"))
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert [event["tokens"] for event in steps] == [256 * n for n in range(1, 7)]
+    assert all(event["loss"] > 1 and event["norm"] > 0 for event in steps)
+    assert events[0]["config"]["optim"]["warmup"] == 2
+    assert steps[0]["lr"] == pytest.approx(0.002) and steps[1]["lr"] == pytest.approx(0.004)
+    assert result.tokens_per_s == pytest.approx(256 / result.seconds_per_step)
+    assert not result.wire_measured and result.wire_bytes_per_token == 16 and result.compression == 4
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["val_loss"] == result.val_loss
+    evaluated = evaluate(tmp_path / "run", batches=2)
+    assert evaluated["val_loss"] == pytest.approx(result.val_loss, rel=1e-6)
+    assert evaluated["perplexity"] == pytest.approx(math.exp(result.val_loss))
+    assert 0 < evaluated["bits_per_byte"] < 8
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    groups: dict[str, Any] = {"train": {"steps": 9, "checkpoint_every": 4}, "compression": {"move_every": 3}}
+    whole = run(config(tmp_path / "whole", corpus, **groups))
+    stopped = run(config(tmp_path / "parts", corpus, **groups | {"train": groups["train"] | {"stop_at": 5}}))
+    assert stopped.stopped and stopped.steps == 5
+    rest = run(config(tmp_path / "parts", corpus, **groups))
+    assert not rest.stopped and rest.val_loss == whole.val_loss
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    class AskedAtOnce:
+        asked = True
+
+    with pytest.raises(launch.Stopped):
+        run(config(tmp_path / "run", corpus), AskedAtOnce())  # type: ignore[arg-type]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+    assert result_of(tmp_path / "run") is None
+    assert run(config(tmp_path / "run", corpus)).steps == 6
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ({"optim": {"lr": 1e-5}}, "optim.lr"),
+        ({"compression": {"rank": 4, "segments": 8}}, "compression.rank"),
+        ({"run": {"seed": 3}}, "run.seed"),
+        ({"train": {"batch": 8}}, "train.batch"),
+        ({"train": {"steps": 5}}, "train.steps"),
+        ({"model": {"hidden": 96}}, "model.hidden"),
+    ],
+)
+def test_what_may_not_change_on_resume_is_named(tmp_path: Path, corpus: dict[str, Any], groups: dict[str, Any], named: str) -> None:
+    first = config(tmp_path / "run", corpus)
+    open_run(first)
+    changed = {group: vars(getattr(first, group)) | groups.get(group, {}) for group in ("run", "optim", "train", "model", "compression")}
+    changed = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in f.items() if v is not None} for group, f in changed.items()}
+    again = replace(from_dict(changed), data=first.data, pipeline=first.pipeline)
+    with pytest.raises(ThinpipeError, match=named.replace(".", r"\.")):
+        open_run(again)
+
+
+def test_what_may_change_on_resume(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    first = config(tmp_path / "run", corpus, compression={"rank": 8, "segments": 4})
+    open_run(first)
+    later = replace(first, train=replace(first.train, steps=9, eval_every=1), pipeline=replace(first.pipeline, stages=2, schedule="gpipe"))
+    later = replace(later, compression=replace(later.compression, segments=None))
+    opened, _, remarks = open_run(later)
+    assert opened.segments == 4 and opened.pipeline.stages == 2
+    assert len(remarks) == 1 and "train.steps" in remarks[0]
+
+
+def test_foreign_folders_are_not_touched(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ThinpipeError, match=r"run\.dir"):
+        open_run(config(tmp_path, corpus))
+
+
+def test_a_poisoned_step_is_refused(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Trainer.batch
+    poisoned: list[Trainer] = []
+
+    def batch(self: Trainer, step: int) -> torch.Tensor | None:
+        weight = self.stage.layers["0"].attn.q.weight
+        if step == 2:
+            poisoned.append(self)
+            self.before = weight[0, 0].item()  # type: ignore[attr-defined]
+            weight.data[0, 0] = math.nan
+        elif step == 3:
+            weight.data[0, 0] = self.before  # type: ignore[attr-defined]
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "batch", batch)
+    result = run(config(tmp_path / "run", corpus))
+    assert result.refused_steps == 1 and math.isfinite(result.val_loss)
+    told = [event["loss"] for event in read_events(tmp_path / "run" / "metrics.jsonl") if event["event"] == "step"]
+    assert told[2] is None and all(math.isfinite(loss) for loss in told[:2] + told[3:])
