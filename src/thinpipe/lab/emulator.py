@@ -16,7 +16,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -76,12 +76,12 @@ class Tun:
 
     def __init__(self, devices: list[int], hops: Sequence[Hop], star: bool, seed: int) -> None:
         hosts = len(devices)
-        self.files, self.seed, self.began = devices, seed, time.monotonic()
+        self.files, began = devices, time.monotonic()
         self.source = {device: host for host, device in enumerate(devices)}
         self.routes = [[route(i, j, hosts, star) for j in range(hosts)] for i in range(hosts)]
         self.due: list[tuple[float, int, int, int, int, float, bytes]] = []
         self.number = itertools.count()
-        self.queues = [Queue(hop, f"{seed}/{i}", self.began) for i, hop in enumerate(hops)]
+        self.queues = [Queue(hop, f"{seed}/{i}", began) for i, hop in enumerate(hops)]
 
     def configure(self, hops: Sequence[Hop]) -> None:
         for queue, hop in zip(self.queues, hops, strict=True):
@@ -141,7 +141,7 @@ class Netem:
             self.second = second
             self._apply(i for i, hop in enumerate(self.hops) if hop.jitter)
 
-    def _apply(self, which: Any) -> None:
+    def _apply(self, which: Iterable[int]) -> None:
         for i in which:
             netem.shape(self.places[i], self.hops[i], self.hops[i].rate_in(self.second, f"{self.seed}/{i}"))
 

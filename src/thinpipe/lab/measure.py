@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 import threading
@@ -44,7 +45,6 @@ def measure(sender: End, receiver: End, link: Link, seconds: float = 1.5) -> Mea
     try:
         with _connected(sender, receiver, patience) as (here, there):
             round_trip = statistics.median(_ping(here, there) for _ in range(_PINGS))
-            # Slow start overshoots the queue; what it loses arrives late and in one piece, which would count as speed.
             rate = _transfer(here, there, warm_up=0.2 + min(2.5, 20 * round_trip), seconds=seconds)
     except OSError as error:
         raise ThinpipeError(
@@ -81,7 +81,10 @@ def _ping(here: socket.socket, there: socket.socket) -> float:
 
 
 def _transfer(here: socket.socket, there: socket.socket, warm_up: float, seconds: float) -> float:
-    """Bit/s that arrive during `seconds` after `warm_up` seconds of sending as fast as TCP will."""
+    """Bit/s that arrive after `warm_up` seconds of sending as fast as TCP will: median over the tenths of `seconds`.
+
+    A median, since what stood in order behind a lost packet arrives all at once, later than it crossed the link.
+    """
 
     def send() -> None:
         with suppress(OSError):  # the receiver's reset ends it
@@ -89,16 +92,15 @@ def _transfer(here: socket.socket, there: socket.socket, warm_up: float, seconds
                 here.send(bytes(1 << 16))
 
     sender = threading.Thread(target=send, daemon=True)
-    began = now = time.monotonic()
-    first, moved = None, 0
+    tenths, begin = [0] * 10, time.monotonic() + warm_up
     sender.start()
-    while now < began + warm_up + seconds:
+    while True:
         got = len(there.recv(1 << 20))
-        now = time.monotonic()
-        if first is not None:
-            moved += got
-        elif now > began + warm_up:
-            first = now
+        tenth = math.floor((time.monotonic() - begin) / seconds * 10)
+        if tenth >= len(tenths):
+            break
+        if tenth >= 0:
+            tenths[tenth] += got
     there.close()  # with data unread: a reset, which also drops what the sender still has queued
     sender.join(5)
-    return 8 * moved / (now - first) if first is not None and now > first else 0.0
+    return 8 * statistics.median(tenths) / (seconds / 10)

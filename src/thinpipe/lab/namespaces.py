@@ -101,32 +101,36 @@ def _argv(process: Path) -> list[str]:
     return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
 
 
+def _identity(namespace: os.stat_result) -> tuple[int, int]:
+    return namespace.st_dev, namespace.st_ino
+
+
 @contextmanager
-def _held(namespaces: Iterable[str]) -> Iterator[set[int]]:
-    """Inode numbers of the namespaces, kept open: the kernel gives the number of a namespace that is gone to the next one."""
+def _held(namespaces: Iterable[str]) -> Iterator[set[tuple[int, int]]]:
+    """Identities of the namespaces, kept open: the kernel gives the number of one that is gone to the next."""
     with ExitStack() as held:
-        numbers = set()
+        found = set()
         for name in namespaces:
             with suppress(FileNotFoundError):
-                numbers.add(os.fstat(held.enter_context(open(FOLDER / name)).fileno()).st_ino)
-        yield numbers
+                found.add(_identity(os.fstat(held.enter_context(open(FOLDER / name)).fileno())))
+        yield found - {_identity(os.stat("/proc/self/ns/net"))}  # whatever happened to a name: never end what runs where we do
 
 
-def _find(numbers: set[int], namespaces: Collection[str]) -> set[int]:
+def _find(identities: set[tuple[int, int]], namespaces: Collection[str]) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or a zombie, or another user's
             argv = _argv(process)
             entering = any(argv[1:4] == ["netns", "exec", name] for name in namespaces)  # seen on its way in, it can't slip through
-            if entering or (process / "ns/net").stat().st_ino in numbers:
+            if entering or _identity((process / "ns/net").stat()) in identities:
                 found.add(int(process.name))
     return found - {os.getpid()}
 
 
 def processes_in(namespaces: Collection[str]) -> set[int]:
     """Ids of the processes that run inside any of the namespaces, or are about to."""
-    with _held(namespaces) as numbers:
-        return _find(numbers, namespaces)
+    with _held(namespaces) as identities:
+        return _find(identities, namespaces)
 
 
 def emulators(prefix: str) -> dict[int, str]:
@@ -140,11 +144,11 @@ def emulators(prefix: str) -> dict[int, str]:
     return found
 
 
-def _end(numbers: set[int], namespaces: Collection[str]) -> None:
+def _end(identities: set[tuple[int, int]], namespaces: Collection[str]) -> None:
     """SIGTERM, later SIGKILL, to all that runs inside; waits for twice `_PATIENCE` at most."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         deadline, told = time.monotonic() + _PATIENCE, set[int]()
-        while (alive := _find(numbers, namespaces)) and time.monotonic() < deadline:
+        while (alive := _find(identities, namespaces)) and time.monotonic() < deadline:
             for pid in alive - told:  # a process may have started another between our look and our signal
                 with suppress(ProcessLookupError):
                     os.kill(pid, signum)
@@ -157,15 +161,15 @@ def remove(namespaces: Collection[str]) -> None:
 
     Raises ThinpipeError if one can't be deleted.
     """
-    with _held(namespaces) as numbers:
-        _end(numbers, namespaces)
+    with _held(namespaces) as identities:
+        _end(identities, namespaces)
         for name in namespaces:
             try:
                 run("ip", "netns", "delete", name)
             except ThinpipeError:
                 if (FOLDER / name).exists():  # else another clean-up was faster
                     raise
-        _end(numbers, namespaces)  # what was just entering: without a name, nobody enters any more
+        _end(identities, namespaces)  # what was just entering: without a name, nobody enters any more
 
 
 def leftovers(prefix: str = PREFIX) -> list[str]:

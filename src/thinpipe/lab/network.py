@@ -96,7 +96,7 @@ class Lab:
         self._apply()
 
     def cut(self, host: int) -> None:
-        """Drop all packets from and to a host, by its index."""
+        """Drop all packets from and to a host, by its index (IndexError: no such host). Connections live on, as with a pulled cable."""
         self._cut.add(range(len(self.hosts))[host])
         self._apply()
 
