@@ -23,9 +23,9 @@ from torch import nn
 from thinpipe import publish, subspace
 from thinpipe.config import Config, ModelSpec, ThinpipeError, from_dict
 from thinpipe.data import prepare
-from thinpipe.evaluate import load_run
 from thinpipe.export import from_llama, initial_from_llama, llama_config, read_llama_folder, to_llama
 from thinpipe.generate import generate
+from thinpipe.inference import load_run
 from thinpipe.method import Dense, Subspace
 from thinpipe.model import Stage, build_stages
 from thinpipe.publish import export_run, plain_tensors
@@ -230,7 +230,8 @@ def test_a_run_becomes_a_folder_that_transformers_loads(method: str, tied: bool,
     assert str(tmp_path) not in "".join(path.read_text() for path in out.iterdir() if path.suffix in (".json", ".md"))
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
-    config, stage, _ = load_run(run)
+    loaded = load_run(run)
+    config, stage = loaded.config, loaded.stage
     stage.codec = dataclasses.replace(stage.codec, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(model) is transformers.LlamaForCausalLM
@@ -293,7 +294,7 @@ def test_shards_and_reading_of_one_stage(make_run: Callable[..., Path], tmp_path
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * result["parameters"]
 
-    _, stage, _ = load_run(run)
+    stage = load_run(run).stage
     ours = {name: parameter.detach() for name, parameter, _ in stage.roles()}
     wanted = ["layers.1.attn.q.weight", "layers.1.attn_norm.weight"]
     for name in set(shards) - {index["weight_map"][f"model.layers.1.{n}.weight"] for n in ("self_attn.q_proj", "input_layernorm")}:
@@ -362,7 +363,7 @@ def test_a_tokenizer_that_adds_tokens_is_exported_as_the_model_saw_it(make_run: 
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     run = make_run("dense", tokenizer=str(tmp_path / "tokenizer.json"), vocab=VOCAB)
     export_run(run, tmp_path / "hf")
-    config, _, _ = load_run(run)
+    config = load_run(run).config
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "def function_3(x):\n    return x , </s>"
     assert tokenizer.encode(text).ids[0] == 1
@@ -390,10 +391,10 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     class Projected(Dense):
         name, is_plain_llama = "projected", False
 
-    config, stage, facts = load_run(run)
-    stage.method = Projected(stage.spec)
+    loaded = load_run(run)
+    loaded.stage.method = Projected(loaded.stage.spec)
     with monkeypatch.context() as patched:
-        patched.setattr(publish, "load_run", lambda folder: (config, stage, facts))
+        patched.setattr(publish, "load_run", lambda folder: loaded)
         with pytest.raises(ThinpipeError, match=r"method = 'projected' is not a plain Llama .*; 'none' and 'subspace' can"):
             export_run(run, tmp_path / "hf")
     with monkeypatch.context() as patched:  # a swapped pair of tensors must not leave the house

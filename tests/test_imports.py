@@ -8,15 +8,16 @@ SRC = Path(__file__).parents[1] / "src" / "thinpipe"
 FLOORS = {
     0: {"config", "schedule", "planner", "lab", "mesh"},
     1: {"subspace", "codecs"},
-    2: {"method", "optim", "data", "export", "metrics"},
-    3: {"model", "topology", "pipeline", "checkpoint", "launch", "run"},
+    2: {"method", "optim", "data", "export", "metrics", "watch"},
+    3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device"},
     4: {"trainer", "generate"},
-    5: {"cli", "verify", "evaluate", "publish", "race", "report", "worker", "__init__", "__main__"},
+    5: {"cli", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
 }
 # Rooms of one floor that may use each other: pipeline and checkpoint stand on topology; the others are listed one by one.
 SIDEWAYS = {
-    ("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("optim", "method"),
-    ("trainer", "generate"), ("planner", "schedule"), ("schedule", "config"), ("planner", "config"), ("lab", "config"),
+    ("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology"),
+    ("optim", "method"),
+    ("planner", "lab"), ("trainer", "generate"), ("planner", "schedule"), ("schedule", "config"), ("planner", "config"), ("lab", "config"),
 }  # fmt: skip
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 TORCH_FREE = {"config", "schedule", "planner", "lab", "mesh", "data"}

@@ -1,5 +1,7 @@
 """Basis, static table and the moving subspace against numpy in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -79,7 +81,7 @@ def test_moves_descend_monotonically_to_the_svd_optimum(scale: float, step: floa
     for _ in range(400):
         U = subspace.move(U, G.T @ (G @ U), step)
         losses.append(missed(U))
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(losses, losses[1:], strict=False))
+    assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(losses))
     assert losses[-1] <= optimum * 1.001
 
 

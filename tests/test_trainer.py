@@ -12,7 +12,7 @@ from conftest import tiny
 
 from thinpipe import launch
 from thinpipe.config import Config, ThinpipeError, from_dict
-from thinpipe.evaluate import evaluate
+from thinpipe.inference import evaluate
 from thinpipe.metrics import read_events
 from thinpipe.run import open_run, result_of
 from thinpipe.topology import connect

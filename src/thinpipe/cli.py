@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -56,6 +56,40 @@ class Eval(Output):
     """Validation batches at most (0: all)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Generate(Output):
+    """Write text with a run's newest checkpoint, streamed as it comes."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of the run."""
+    prompt: Annotated[str, tyro.conf.arg(aliases=["-p"])]
+    """What to continue."""
+    new_tokens: int = 128
+    """Tokens to write at most; an end of text or a full context ends it earlier."""
+    temperature: float = 0.0
+    """Spread of the draw (0: always the likeliest token)."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens of at least this probability."""
+    seed: int = 0
+    """Seed of the draw."""
+    staged: bool = False
+    """Decode over a pipeline of processes, k numbers per token and boundary, instead of in one."""
+    stages: int | None = None
+    """Processes of --staged (not given: the run's pipeline.stages)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Output):
+    """Write a run's newest checkpoint as a Hugging Face folder that stock transformers loads; logits are compared first."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of the run."""
+    out: Annotated[str, tyro.conf.Positional]
+    """Folder to write; new or empty."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the written weights."""
+
+
 def _train(args: Train) -> dict[str, Any] | None:
     from .trainer import train
 
@@ -73,7 +107,7 @@ def _train(args: Train) -> dict[str, Any] | None:
                 "speed": f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds_per_step:.3f} s per step",
                 "wire": f"{result.wire_bytes_per_token:g} bytes per token, boundary and direction"
                 + (" (measured)" if result.wire_measured else " (what the cuts would send)"),
-                "compression": f"{result.compression:.3g}x against a dense stream in bfloat16 ({result.dense_wire_bytes_per_token:g} bytes)",
+                "compression": f"{result.compression:.3g}x against a dense bfloat16 stream ({result.dense_wire_bytes_per_token:g} bytes)",
                 "peak memory": ", ".join(f"{mb:,.0f}" for mb in result.peak_rss_mb) + " MB by stage",
             },
         )
@@ -91,7 +125,8 @@ def _verify(args: Verify) -> dict[str, Any]:
         _table(
             f"{result['method']}, {result['segments']} segments on {result['stages']} stages, schedule {result['schedule']}",
             {
-                f"pipeline against one process, {result['dtype']}": f"loss {result['loss_rel_diff']:.2e}, gradients {result['grad_max_rel_diff']:.2e}",
+                f"pipeline against one process, {result['dtype']}": f"loss {result['loss_rel_diff']:.2e}, "
+                f"gradients {result['grad_max_rel_diff']:.2e}",
                 f"the same with the {result['wire']} wire": f"loss {result['wire_loss_rel_diff']:.2e}, "
                 f"gradients {result['wire_grad_max_rel_diff']:.2e}",
                 f"what rounding to {result['wire']} and float32 changes": f"loss {result['rounding_loss_rel_diff']:.2e} (not judged)",
@@ -102,7 +137,7 @@ def _verify(args: Verify) -> dict[str, Any]:
 
 
 def _eval(args: Eval) -> dict[str, Any]:
-    from .evaluate import evaluate
+    from .inference import evaluate
 
     result = evaluate(Path(args.run), args.batches)
     if not args.json:
@@ -118,10 +153,49 @@ def _eval(args: Eval) -> dict[str, Any]:
     return result
 
 
+def _generate(args: Generate) -> dict[str, Any]:
+    from .inference import Request, load_run, write, write_staged
+    from .topology import connect
+
+    if args.stages is not None and not (args.staged and args.stages > 0):
+        raise ThinpipeError(f"--stages {args.stages} goes with --staged and is at least 1")
+    names = [field.name for field in dataclasses.fields(Request)]
+    request = Request(**{name: getattr(args, name) for name in names})
+    print(request.prompt, end="", flush=True)
+    if args.staged:
+        return {"text": write_staged(Path(args.run), args.stages, request, args.debug)}
+    text = request.prompt
+    with connect(60.0) as alone:
+        for piece in write(load_run(Path(args.run)), alone, request):
+            text += piece
+            print(piece, end="", flush=True)
+    print(flush=True)
+    return {"text": text}
+
+
+def _export(args: Export) -> dict[str, Any]:
+    from .publish import export_run
+
+    result = export_run(Path(args.run), Path(args.out), args.dtype)
+    if not args.json:
+        _table(
+            f"{args.out}: step {result['step']}, {result['parameters']:,} parameters, {result['dtype']}",
+            {
+                "files": ", ".join(result["files"]),
+                f"logits against {result['checked_with']}": f"largest difference {result['max_abs_logit_diff']:.2e} "
+                f"(largest logit {result['max_abs_logit']:.1f})",
+                "wire rounding at the cuts changed": f"{result['rounding_max_abs_logit_diff']:.2e} (a plain Llama has none)",
+            },
+        )
+    return result
+
+
 COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]] = {
     "train": (Train, _train),
     "verify": (Verify, _verify),
     "eval": (Eval, _eval),
+    "generate": (Generate, _generate),
+    "export": (Export, _export),
 }
 
 

@@ -61,6 +61,8 @@ class ModelConfig:
     """Epsilon of RMSNorm."""
     hf_config: str | None = None
     """A Hugging Face Llama config.json to take the sizes from."""
+    init_from: str | None = None
+    """A Hugging Face Llama folder to take sizes, weights and (unless data.tokenizer is given) tokenizer from; method "none" only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +105,14 @@ class CompressionConfig:
     """Static embedding: a full Gaussian table (V x d), or products of two small tables of signs (2 sqrt(V) x d)."""
     static_scale: float = 1.0
     """Standard deviation of the static embedding's entries."""
+    static_seed: int | None = None
+    """Seed of the static embedding (not given: that of init_from's run, else run.seed)."""
     move_every: int = 500
     """Steps between two moves of the subspace (0: frozen)."""
     move_step: float = 0.25
     """Step size of a subspace move, free of the gradient's scale, in (0, 0.5]."""
     init_from: str | None = None
-    """Start from the basis (and, where the width agrees, the static seed) of this run's last checkpoint."""
+    """A run of the same width and rank, whose last checkpoint's basis and whose static embedding this one starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,8 @@ class TrainConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = 0
     """Keep every checkpoint whose step this divides (0: none)."""
+    watch_every: int = 100
+    """Steps between two looks at the rank of the matrices that write into the stream (0: never)."""
     sample: str = "def "
     """Prompt of the sample text shown at the end (empty: no sample)."""
 
@@ -237,19 +243,19 @@ _HF_ONLY = {
 }
 
 
-def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """Sizes of a Hugging Face Llama config.json under our names.
+def read_hf_config(path: str | Path, field: str = "model.hf_config") -> dict[str, Any]:
+    """Sizes of a Hugging Face Llama config.json under our names; `field` names it in errors.
 
     Raises ThinpipeError that names the field when the file asks for something the model does not implement.
     """
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ThinpipeError(f"model.hf_config = {str(path)!r} can't be read: {error.strerror}") from None
+        raise ThinpipeError(f"{field} = {str(path)!r} can't be read: {error.strerror}") from None
     except ValueError as error:
-        raise ThinpipeError(f"model.hf_config = {str(path)!r} isn't JSON: {error}") from None
+        raise ThinpipeError(f"{field} = {str(path)!r} isn't JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ThinpipeError(f"model.hf_config = {str(path)!r} isn't a JSON object; give a model's config.json")
+        raise ThinpipeError(f"{field} = {str(path)!r} isn't a JSON object; give a model's config.json")
     rope = raw.pop("rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         raise ThinpipeError(f"{path}: rope_parameters.rope_type = {rope['rope_type']!r} is not implemented; only 'default' is")
@@ -289,6 +295,11 @@ class Config:
         return self.compression.segments if self.compression.segments is not None else self.pipeline.stages
 
     @property
+    def static_seed(self) -> int:
+        """Seed of the static embedding and the first basis."""
+        return self.compression.static_seed if self.compression.static_seed is not None else self.run.seed
+
+    @property
     def layers_of_segments(self) -> list[range]:
         """Layer numbers of each segment; uneven rests go to the first segments, since the last one holds the head."""
         spec = self.sizes()
@@ -309,12 +320,14 @@ class Config:
     def sizes(self) -> dict[str, Any]:
         """Model sizes from preset, hf_config and fields, in rising precedence. `vocab` may be missing."""
         model = self.model
-        if model.hf_config is not None:
+        if model.init_from is not None:
+            sizes = read_hf_config(Path(model.init_from) / "config.json", "model.init_from")
+        elif model.hf_config is not None:
             sizes = read_hf_config(model.hf_config)
         else:
             sizes = dict(PRESETS[model.preset or "demo"])
         given = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        chosen = {name: value for name, value in given.items() if name not in ("preset", "hf_config") and value is not None}
+        chosen = {name: value for name, value in given.items() if name not in ("preset", "hf_config", "init_from") and value is not None}
         if "heads" in chosen and "kv_heads" not in chosen:
             chosen["kv_heads"] = chosen["heads"]
         if "width" in chosen and "hidden" not in chosen:  # SwiGLU's usual 8/3 d, rounded up to a multiple of 32
@@ -347,8 +360,11 @@ def _positive(group: Any, prefix: str, *names: str, least: float = 1) -> None:
 
 def _check(config: Config) -> None:
     c, p, t, o, d = config.compression, config.pipeline, config.train, config.optim, config.data
-    if config.model.preset is not None and config.model.hf_config is not None:
-        raise ThinpipeError("model.preset and model.hf_config are both given; keep one of them")
+    sources = [f"model.{name}" for name in ("preset", "hf_config", "init_from") if getattr(config.model, name) is not None]
+    if len(sources) > 1:
+        raise ThinpipeError(f"{sources[0]} and {sources[1]} are both given; keep one of them")
+    if config.model.init_from is not None and c.method != "none":
+        raise ThinpipeError(f'model.init_from starts a dense model, not compression.method = {c.method!r}; use compression.method = "none"')
     _positive(config.model, "model", "width", "layers", "heads", "kv_heads", "hidden", "context", "vocab")
     if not config.run.name or any(sign in config.run.name for sign in "/\\\0"):
         raise ThinpipeError(f"run.name = {config.run.name!r} can't name a folder; use letters, digits and dashes")
@@ -368,7 +384,8 @@ def _check(config: Config) -> None:
         raise ThinpipeError(f"compression.rank = {c.rank} is above model.width = {width}; use {width // 8} for 8x compression")
     if p.stages > config.segments:
         raise ThinpipeError(
-            f"pipeline.stages = {p.stages} is above compression.segments = {config.segments}; raise segments or use at most {config.segments} stages"
+            f"pipeline.stages = {p.stages} is above compression.segments = {config.segments}; "
+            f"raise segments or use at most {config.segments} stages"
         )
     if config.segments > layers:
         raise ThinpipeError(
@@ -377,7 +394,8 @@ def _check(config: Config) -> None:
     if p.layers_per_segment:
         if len(p.layers_per_segment) != config.segments:
             raise ThinpipeError(
-                f"pipeline.layers_per_segment has {len(p.layers_per_segment)} entries; compression.segments = {config.segments} wants as many"
+                f"pipeline.layers_per_segment has {len(p.layers_per_segment)} entries; "
+                f"compression.segments = {config.segments} wants as many"
             )
         if min(p.layers_per_segment) < 1 or sum(p.layers_per_segment) != layers:
             raise ThinpipeError(
@@ -390,7 +408,7 @@ def _check(config: Config) -> None:
     _positive(c, "compression", "move_every", least=0)
 
     _positive(t, "train", "steps", "batch", "keep_last", "stop_at")
-    _positive(t, "train", "eval_every", "eval_batches", "checkpoint_every", "keep_every", least=0)
+    _positive(t, "train", "eval_every", "eval_batches", "checkpoint_every", "keep_every", "watch_every", least=0)
     if t.batch % p.micro_batches:
         near = max(m for m in range(1, p.micro_batches + 1) if t.batch % m == 0)
         raise ThinpipeError(
@@ -398,7 +416,8 @@ def _check(config: Config) -> None:
         )
     if p.schedule == "1f1b" and p.micro_batches < p.stages:
         raise ThinpipeError(
-            f"pipeline.micro_batches = {p.micro_batches} is below pipeline.stages = {p.stages}, which schedule 1f1b needs; use at least {p.stages} or schedule wan"
+            f"pipeline.micro_batches = {p.micro_batches} is below pipeline.stages = {p.stages}, which schedule 1f1b needs; "
+            f"use at least {p.stages} or schedule wan"
         )
     if p.warmup is not None and p.warmup < min(p.stages, p.micro_batches):
         raise ThinpipeError(f"pipeline.warmup = {p.warmup} leaves stages idle; use at least {min(p.stages, p.micro_batches)}")

@@ -258,10 +258,10 @@ def _build_text(name: str, documents: Callable[[], Iterator[str]], data: DataCon
                 yield np.array(encoding.ids + tail, np.uint32), held(text)
 
     if data.tokenizer:
-        tokenizer = _read_tokenizer(data.tokenizer)
+        tokenizer = read_tokenizer(data.tokenizer)
     else:
         tokenizer = _train_tokenizer((text for text in documents() if not held(text)), data.vocab)
-    vocab, end_of_text = _entries(tokenizer), _end_of_text(tokenizer)
+    vocab, end_of_text = _entries(tokenizer), end_of_text_id(tokenizer)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     _write(folder, encoded(), vocab)
     return {"vocab": vocab, "end_of_text": end_of_text, "val_bytes": val_bytes}
@@ -299,7 +299,7 @@ def _tokenizer_bytes(path: str) -> bytes:
         raise ThinpipeError(f"data.tokenizer: {path}: {error.strerror}; give the path of a tokenizer.json") from None
 
 
-def _read_tokenizer(path: str) -> Tokenizer:
+def read_tokenizer(path: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(_tokenizer_bytes(path))
     except ThinpipeError:
@@ -316,7 +316,7 @@ def _entries(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def _end_of_text(tokenizer: Tokenizer) -> int | None:
+def end_of_text_id(tokenizer: Tokenizer) -> int | None:
     return next((id for id in map(tokenizer.token_to_id, _END_OF_TEXT) if id is not None), None)
 
 
@@ -324,8 +324,8 @@ def _end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def _build_tokens(files: Sequence[Path], config: Config, folder: Path) -> dict[str, Any]:
-    tokenizer = _read_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
-    end_of_text = _end_of_text(tokenizer) if tokenizer else None
+    tokenizer = read_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+    end_of_text = end_of_text_id(tokenizer) if tokenizer else None
     arrays = [_read_tokens(path, config.data.dtype) for path in files]
     limits = [(config.sizes().get("vocab") or 1 << 32, "model.vocab")]
     if tokenizer:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -37,10 +37,13 @@ class Failed(Exception):
     """A stage failed for a reason that is not the user's; the text holds its traceback."""
 
 
-def start(command: str, folder: Path, stages: int, debug: bool = False) -> None:
+def start(command: str, folder: Path, stages: int, debug: bool = False, *, logs: Path | None = None, arguments: Sequence[str] = ()) -> None:
     """Run `command` in `stages` processes on this machine and wait for them.
 
-    Their output goes to RUN/logs, the first one's stderr (progress) to the terminal.
+    Their output goes to `logs` (RUN/logs), the first one's to the terminal.
+
+    Args:
+        arguments: more arguments of the command.
 
     Raises:
         ThinpipeError: a stage found something the user can mend, or died; the first failure's own words.
@@ -61,10 +64,10 @@ def start(command: str, folder: Path, stages: int, debug: bool = False) -> None:
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=_PATIENCE,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=quiet),
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs or folder / "logs"), redirects=quiet),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "thinpipe.worker", command, str(folder))
+        elastic_launch(config, sys.executable)("-m", "thinpipe.worker", command, str(folder), *arguments)
     except ChildFailedError as error:
         _explain(error)
     except SignalException:

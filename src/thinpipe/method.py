@@ -164,6 +164,10 @@ class GradientStatistic:
         self._M_DK += G_ND.T @ (G_ND @ self.method.U_DK)
         self._square_norm += G_ND.square().sum()
 
+    def captured(self) -> float:
+        """Share of this step's gradient energy inside the subspace: tr(U^T M) / ||G||^2 of the step under way."""
+        return subspace.captured_energy(self.method.U_DK, self._M_DK, float(self._square_norm))
+
     def accept(self) -> None:
         self.M_DK += self._M_DK
         self.square_norm += self._square_norm

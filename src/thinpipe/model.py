@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from .codecs import Cast, make_codec
 from .config import Config, ModelSpec
 from .data import PAD
-from .method import Dense, Role, make_method
+from .method import Dense, Role, Subspace, make_method
 
 GAIN = Role("gain")
 HIDDEN = Role("hidden")
@@ -260,6 +260,21 @@ class Stage(nn.Module):
             x_BTD = self.norm(self.method.read(s, static_BTD, self.segments[-1]))
             return F.linear(x_BTD, self.method.full_embedding(self.embed.weight)) if self.spec.tied else self.head(x_BTD)
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Everything that a trained stage holds, by its name in a checkpoint: "model/NAME" and the basis "basis/U"."""
+        weights = {f"model/{name}": parameter.detach() for name, parameter, _ in self.roles()}
+        if isinstance(self.method, Subspace):
+            weights["basis/U"] = self.method.U_DK
+        return weights
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what is given of `weights()`; shapes must agree."""
+        for name, tensor in self.weights().items():
+            if name in tensors:
+                assert tensors[name].shape == tensor.shape, name
+                tensor.copy_(tensors[name])
+
     def roles(self) -> Iterator[tuple[str, nn.Parameter, Role]]:
         """Name, parameter and role of everything trained, in the model's order."""
         for prefix, module in self.named_modules():
@@ -304,7 +319,7 @@ def build_stages(config: Config, vocab: int, stages: Sequence[int] | None = None
         built.append(
             Stage(
                 spec,
-                make_method(config.compression, spec, config.segments, config.run.seed),
+                make_method(config.compression, spec, config.segments, config.static_seed),
                 config.segments_of_stage(stage, count),
                 layers,
                 make_codec(wire or config.compression.wire),

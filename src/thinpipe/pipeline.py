@@ -78,6 +78,7 @@ class Tally:
     stop: float = 0.0
     written: float = 0.0
     failed: float = 0.0
+    energy: float = 0.0
 
     def tensor(self) -> torch.Tensor:
         return torch.tensor(list(vars(self).values()), dtype=torch.float64)
@@ -100,10 +101,11 @@ class Pipeline:
         self.micro_batches, self.batch = config.micro_batches, micro_batch * config.micro_batches
         self.wire = Wire()
         self.actions = schedule.actions(config.schedule, topology.stages, config.micro_batches, config.warmup)
-        self._train = self._runtime(self.actions, micro_batch)
-        self._evaluate = self._runtime(schedule.forwards(topology.stages, config.micro_batches), micro_batch)
+        self._train = self._runtime(self.actions, micro_batch, self.wire)
+        # Validation is not training traffic: a meter of its own that nobody reads.
+        self._evaluate = self._runtime(schedule.forwards(topology.stages, config.micro_batches), micro_batch, Wire())
 
-    def _runtime(self, actions: list[list[schedule.Action]], micro_batch: int) -> _PipelineScheduleRuntime:
+    def _runtime(self, actions: list[list[schedule.Action]], micro_batch: int, wire: Wire) -> _PipelineScheduleRuntime:
         """torch's interpreter for our action lists. Shapes are static, so nothing is inferred, pickled or run on garbage."""
         stage, topology = self.stage, self.topology
         tokens_BS = torch.zeros(micro_batch, stage.spec.context + 1, dtype=torch.int64)
@@ -122,7 +124,7 @@ class Pipeline:
             output_args=loss if topology.is_last else (with_ids if stage.sends_ids else boundary),
             group=topology.group,
         )
-        torch_stage.wire = self.wire
+        torch_stage.wire = wire
         # The last stage returns its loss; torch's hook for a loss function has nothing left to do.
         runtime = _PipelineScheduleRuntime([torch_stage], self.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
         torch_actions: dict[int, list[_Action]] = {
@@ -206,7 +208,7 @@ class Pipeline:
     def _add_tied_gradients(self) -> None:
         """Sum the tied table's gradients of the first and the last stage, on both (METHOD.md 3.6)."""
         here = self.topology
-        if not self._exchanges_tied:
+        if not _exchanges_tied(self.stage, here):
             return
         grad = self.stage.embed.weight.grad
         assert grad is not None
@@ -218,38 +220,39 @@ class Pipeline:
             work.wait()
         grad.copy_(own + theirs)
 
-    @torch.no_grad()
-    def share_from_owner(self) -> None:
-        """Give every stage the owner's basis, and the last stage the first's tied table.
-
-        Both are made from the seed by linear algebra, whose last bits differ between machines; an owner's copy doesn't.
-        """
-        here, method = self.topology, self.stage.method
-        if isinstance(method, Subspace):
-            method.U_DK.copy_(here.broadcast(method.U_DK.cpu().contiguous(), here.stages - 1))
-        if self._exchanges_tied:
-            table = self.stage.embed.weight
-            copy = table.detach().cpu().contiguous()
-            if here.is_first:
-                here.isend(copy, here.stages - 1, TIED_TAG).wait()
-            else:
-                here.irecv(copy, 0, TIED_TAG).wait()
-                table.copy_(copy)
-
-    @property
-    def _exchanges_tied(self) -> bool:
-        return self.stage.spec.tied and self.topology.stages > 1 and (self.topology.is_first or self.topology.is_last)
-
     @property
     def tied_bytes_per_step(self) -> int:
         """Bytes that this stage sends per step for a tied table."""
-        return self.stage.embed.weight.nbytes if self._exchanges_tied else 0
+        return self.stage.embed.weight.nbytes if _exchanges_tied(self.stage, self.topology) else 0
 
     def take_wire(self) -> Wire:
         """Bytes sent since the last call."""
         taken = Wire(self.wire.forward, self.wire.backward)
         self.wire.forward = self.wire.backward = 0
         return taken
+
+
+def _exchanges_tied(stage: Stage, here: Topology) -> bool:
+    return stage.spec.tied and here.stages > 1 and (here.is_first or here.is_last)
+
+
+@torch.no_grad()
+def share_owned(stage: Stage, here: Topology) -> None:
+    """Give every stage the owner's basis, and the last stage the first's tied table. COLLECTIVE.
+
+    Both are made from the seed by linear algebra, whose last bits differ between machines; an owner's copy doesn't.
+    """
+    if isinstance(stage.method, Subspace):
+        basis_DK = stage.method.U_DK
+        basis_DK.copy_(here.broadcast(basis_DK.cpu().contiguous(), here.stages - 1))
+    if _exchanges_tied(stage, here):
+        table = stage.embed.weight
+        copy = table.detach().cpu().contiguous()
+        if here.is_first:
+            here.isend(copy, here.stages - 1, TIED_TAG).wait()
+        else:
+            here.irecv(copy, 0, TIED_TAG).wait()
+            table.copy_(copy)
 
 
 def to_tensor(batch: np.ndarray) -> torch.Tensor:

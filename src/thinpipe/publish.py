@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from .codecs import make_codec
 from .config import Config, ModelSpec, ThinpipeError
-from .data import PAD, Data, prepare
-from .evaluate import load_run
+from .data import end_of_text_id
 from .export import INDEX, WEIGHTS, Tensors, llama_config, read_llama_folder, to_llama
+from .inference import Loaded, load_run
 from .method import Dense
 from .model import Stage
 
@@ -38,7 +38,7 @@ def export_run(
     """Write a run's newest checkpoint as a plain Llama: config, weights with index, tokenizer, generation config, card.
 
     The folder is written beside `out`, loaded again (by transformers where it is installed), its logits compared with
-    the run's on a validation sequence and one of random ids, and only then renamed.
+    the run's on random ids, and only then renamed.
 
     Args:
         out: a new or empty folder.
@@ -52,25 +52,22 @@ def export_run(
         `rounding_max_abs_logit_diff`: what the run's wire rounding at its cuts changes, which a plain Llama has not (not judged).
 
     Raises:
-        ThinpipeError: no run there, `out` in use or not writable, the run's data is not at hand, its method is not a plain
+        ThinpipeError: no run there, `out` in use or not writable, its method is not a plain
             Llama, or float32 logits differ by more than TOLERANCE; then nothing is left at `out`.
     """
     if dtype not in ("float32", "bfloat16"):
         raise ThinpipeError(f"dtype = {dtype!r} can't be exported; use 'float32' or 'bfloat16'")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ThinpipeError(f"{out} is already there and not an empty folder; name a new one")
-    config, stage, facts = load_run(run)
-    if not stage.method.is_plain_llama:
+    loaded = load_run(run)
+    if not loaded.stage.method.is_plain_llama:
         raise ThinpipeError(
-            f"compression.method = {stage.method.name!r} is not a plain Llama and can't be exported; 'none' and 'subspace' can"
+            f"compression.method = {loaded.stage.method.name!r} is not a plain Llama and can't be exported; 'none' and 'subspace' can"
         )
-    data = prepare(config)
-    if data.digest != facts["data"]:
-        raise ThinpipeError(f"the data differs from what {run} was trained on; bring the same files, tokenizer and Python version")
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        told = _write_checked(partial, config, stage, data, facts["step"], dtype, shard_bytes)
+        told = _write_checked(partial, loaded, dtype, shard_bytes)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise ThinpipeError(f"{out} can't be written: {error}; name a folder that can be written and has room") from None
@@ -79,11 +76,12 @@ def export_run(
     return {"out": str(out), **told}
 
 
-def _write_checked(folder: Path, config: Config, stage: Stage, data: Data, step: int, dtype: str, shard_bytes: int) -> dict[str, Any]:
+def _write_checked(folder: Path, run: Loaded, dtype: str, shard_bytes: int) -> dict[str, Any]:
+    stage = run.stage
     tensors = to_llama(plain_tensors(stage, getattr(torch, dtype)), stage.spec)
     _write_weights(folder, tensors, shard_bytes)
-    _write_texts(folder, _settings(stage.spec, data, dtype))
-    checked = _compare(stage, folder, _sample_ids(data, stage.spec.vocab))
+    _write_texts(folder, _settings(stage.spec, run.tokenizer, dtype))
+    checked = _compare(stage, folder, _sample_ids(stage.spec))
     allowed = TOLERANCE * max(1.0, checked["max_abs_logit"])
     if dtype == "float32" and not checked["max_abs_logit_diff"] <= allowed:  # so that NaN fails too
         raise ThinpipeError(
@@ -91,9 +89,9 @@ def _write_checked(folder: Path, config: Config, stage: Stage, data: Data, step:
             f"computed with {checked['checked_with']}; nothing was written\nThis is a mistake of thinpipe's; please report it."
         )
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    _write_texts(folder, {"README.md": _card(config, stage.spec, step, parameters, dtype, checked)})
+    _write_texts(folder, {"README.md": _card(run.config, stage.spec, run.step, parameters, dtype, checked)})
     files = sorted(path.name for path in folder.iterdir())
-    return {"dtype": dtype, "step": step, "parameters": parameters, "files": files, "tokenizer": data.tokenizer is not None, **checked}
+    return {"dtype": dtype, "step": run.step, "parameters": parameters, "files": files, "tokenizer": run.tokenizer is not None, **checked}
 
 
 @torch.no_grad()
@@ -146,15 +144,15 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _settings(spec: ModelSpec, data: Data, dtype: str) -> dict[str, str]:
+def _settings(spec: ModelSpec, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
     """Everything but weights and card, by file name."""
     texts: dict[str, str] = {}
     ids: dict[str, int | None] = {"bos": None, "eos": None, "pad": None}
-    if data.tokenizer is not None:
-        special = _special_tokens(data.tokenizer, data.end_of_text)
-        ids |= {kind.removesuffix("_token"): data.tokenizer.token_to_id(name) for kind, name in special.items()}
-        stored = json.loads(data.tokenizer.to_str())
-        if data.tokenizer.num_special_tokens_to_add(False):
+    if tokenizer is not None:
+        special = _special_tokens(tokenizer, end_of_text_id(tokenizer))
+        ids |= {kind.removesuffix("_token"): tokenizer.token_to_id(name) for kind, name in special.items()}
+        stored = json.loads(tokenizer.to_str())
+        if tokenizer.num_special_tokens_to_add(False):
             stored["post_processor"] = None  # it would add tokens that the model has never seen at the start of a text
         texts["tokenizer.json"] = _json(stored)
         texts["tokenizer_config.json"] = _json(
@@ -210,12 +208,9 @@ Weights are {dtype}. Computed in float32 with {checked["checked_with"]}, logits 
 # --- the check --------------------------------------------------------------------------------------------------------------------------
 
 
-def _sample_ids(data: Data, vocab: int) -> torch.Tensor:
-    """Two sequences (2, T): one of the validation split, one of random ids, which reaches rows that text seldom does."""
-    random_BT = torch.randint(vocab, (2, data.context), generator=torch.Generator().manual_seed(0))
-    window_T = torch.from_numpy(next(data.validation(1, 1)))[0, :-1]
-    random_BT[0] = torch.where(window_T == PAD, random_BT[0], window_T)
-    return random_BT
+def _sample_ids(spec: ModelSpec) -> torch.Tensor:
+    """Two sequences (2, T) of random ids: they reach rows that text seldom does, and need no corpus."""
+    return torch.randint(spec.vocab, (2, spec.context), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 RUN/config.toml     the config with segments resolved
 RUN/metrics.jsonl   one event per line
 RUN/checkpoints/    see checkpoint.py
-RUN/result.json     the summary of a finished run
+RUN/tokenizer.json  the tokenizer, if the data has one
+    RUN/result.json     the summary of a finished run
 RUN/logs/           what the stages said
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 
 from .config import Config, ThinpipeError, dump, load, to_dict
 from .metrics import write_whole
+
+TOKENIZER = "tokenizer.json"
 
 # What may not change in a run's life: the model, what it learns from and how (DESIGN.md, conventions).
 _FIXED_GROUPS = ("model", "compression", "data", "optim")
@@ -30,7 +33,7 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
     Raises:
         ThinpipeError: the folder holds a run whose fixed fields differ (field, old and new named), or can't be made.
     """
-    config.check()
+    config = _with_static_seed(_with_tokenizer(config)).check()
     folder = Path(config.run.dir) if config.run.dir is not None else None
     remarks: list[str] = []
     try:
@@ -47,6 +50,34 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
     except OSError as error:
         raise ThinpipeError(f"run.dir = {str(folder)!r} can't be used: {error.strerror}; give a folder that can be written") from None
     return config, folder, remarks
+
+
+def _with_tokenizer(config: Config) -> Config:
+    """A model that starts from another's weights speaks that one's ids."""
+    if config.model.init_from is None or config.data.tokenizer is not None:
+        return config
+    tokenizer = Path(config.model.init_from) / TOKENIZER
+    return replace(config, data=replace(config.data, tokenizer=str(tokenizer))) if tokenizer.is_file() else config
+
+
+def _with_static_seed(config: Config) -> Config:
+    """Another run's basis goes with its static embedding."""
+    source = config.compression.init_from
+    if source is None:
+        return config
+    if not (Path(source) / "config.toml").is_file():
+        raise ThinpipeError(f"compression.init_from = {source!r} holds no run (no config.toml); give the folder of a run")
+    theirs = load(Path(source) / "config.toml")
+    for name, his, ours in (
+        ("compression.method", theirs.compression.method, config.compression.method),
+        ("compression.rank", theirs.compression.rank, config.compression.rank),
+        ("model.width", theirs.sizes()["width"], config.sizes()["width"]),
+    ):
+        if his != ours:
+            raise ThinpipeError(f"compression.init_from = {source!r} has {name} = {his!r} and this run {ours!r}; make them equal")
+    if config.compression.static_seed is not None:
+        return config
+    return replace(config, compression=replace(config.compression, static_seed=theirs.static_seed))
 
 
 def _new_folder(name: str) -> Path:

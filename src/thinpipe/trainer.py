@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 import sys
 import time
@@ -20,13 +19,15 @@ from . import launch, subspace
 from .checkpoint import Checkpoint, Checkpointer, find
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
+from .device import pick_device, share_cores, use_bf16
+from .export import initial_from_llama
 from .generate import generate
 from .method import GradientStatistic, Subspace
 from .metrics import Metrics, to_json, write_whole
 from .model import build_stages
 from .optim import Optimizer, clip_scale, learning_rate
-from .pipeline import Pipeline, Tally, to_tensor
-from .run import open_run, result_of
+from .pipeline import Pipeline, Tally, share_owned, to_tensor
+from .run import TOKENIZER, open_run, result_of
 from .topology import Topology, connect, under_launcher
 
 
@@ -125,34 +126,6 @@ def _train_under_torchrun(config: Config, say: Callable[[str], None]) -> Result 
         return Trainer(config, topology, Path(opened["dir"]), launch.StopRequest()).fit()
 
 
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device a stage computes on. Raises ThinpipeError if it isn't there."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if name == "auto":
-        name = "cuda" if cuda else "mps" if mps else "cpu"
-    if (name == "cuda" and not cuda) or (name == "mps" and not mps):
-        raise ThinpipeError(f"run.device = {name!r} is not available on this machine; use 'cpu' or 'auto'")
-    return torch.device("cuda", local_rank % torch.cuda.device_count()) if name == "cuda" else torch.device(name)
-
-
-def use_bf16(precision: str, device: torch.device) -> bool:
-    """Whether matrix products run in bfloat16; "auto" says yes where the hardware multiplies it natively."""
-    if precision != "auto":
-        return precision == "bf16"
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
-
-
-def share_cores(topology: Topology) -> None:
-    """Divide this machine's cores between its stages; without it every stage would start a thread per core.
-
-    A smaller number that is already set (OMP_NUM_THREADS) stays.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // topology.local_world)))
-
-
 class Trainer:
     """One stage of a training run.
 
@@ -170,16 +143,22 @@ class Trainer:
         vocab = self._agree_on_data()
         (self.stage,) = build_stages(config, vocab, [topology.stage])
         device = pick_device(config.run.device, topology.local_rank)
+        if config.model.init_from is not None:
+            names = [name for name, _, _ in self.stage.roles()]
+            initial = initial_from_llama(Path(config.model.init_from), names, self.stage.spec)
+            self.stage.load_weights({f"model/{name}": tensor for name, tensor in initial.items()})
         self.stage.to(device)
         self.stage.bf16 = use_bf16(config.run.precision, device)
         topology.require_equal("the static embedding", self.stage.method.digest(), "use the same thinpipe and numpy on all machines")
         self.pipeline = Pipeline(self.stage, topology, config.pipeline, config.micro_batch)
-        self.pipeline.share_from_owner()
+        self._take_basis()
+        share_owned(self.stage, self.here)
         self.optimizer = Optimizer(self.stage.roles(), config.optim, self.stage.spec.width)
         self.statistic: GradientStatistic | None = None
         if isinstance(self.stage.method, Subspace) and config.compression.move_every and topology.is_last:
             self.statistic = self.stage.method.statistic = GradientStatistic(self.stage.method)
         self.done_steps = self.refused = 0
+        self.moved: dict[str, Any] | None = None
         resumed = self._resume()
         self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
         self.metrics = Metrics(
@@ -234,6 +213,9 @@ class Trainer:
             self.optimizer.step(learning_rate(config.optim, config.train, step), clip_scale(norm, config.optim.clip))
             if self.statistic is not None:
                 self.statistic.accept()
+            if self.moved is not None:
+                self.metrics.event("move", **self.moved, energy_after=total.energy)
+                self.moved = None
         else:  # all stages see the same total, so all refuse the step
             self.refused += 1
             if self.statistic is not None:
@@ -241,19 +223,33 @@ class Trainer:
         self.done_steps = step + 1
         every = config.compression.move_every
         if isinstance(self.stage.method, Subspace) and every and self.done_steps % every == 0 and self.done_steps < config.train.steps:
-            self.move_subspace(self.stage.method)
+            self.move_subspace(self.stage.method, self.batch(step))
         return total
 
-    def move_subspace(self, method: Subspace) -> None:
-        """Turn the basis towards the gradients that it misses; transport all that is expressed in it (METHOD.md section 3)."""
+    def move_subspace(self, method: Subspace, tokens_BS: torch.Tensor | None) -> None:
+        """Turn the basis towards the gradients that it misses; transport all that is expressed in it (METHOD.md section 3).
+
+        The event tells the captured energy before (over all steps since the last move) and after it (over the next step: it
+        can't be had from the statistic), the angles between the two bases, and the loss on the step's batch before and after.
+        """
+        loss_before = self.pipeline.evaluate([tokens_BS])
+        energy_before = 0.0
         old_DK = method.U_DK.clone()
         moved_DK = method.U_DK.cpu().contiguous()
         if self.statistic is not None:
+            energy_before = subspace.captured_energy(old_DK, self.statistic.M_DK, float(self.statistic.square_norm))
             moved_DK = subspace.move(method.U_DK, self.statistic.M_DK, self.config.compression.move_step).to(moved_DK.dtype).cpu()
             self.statistic.reset()
         self.here.broadcast(moved_DK, self.here.stages - 1)
         method.U_DK.copy_(moved_DK)
         self.optimizer.transport(subspace.transport(old_DK, method.U_DK))
+        self.moved = {
+            "step": self.done_steps,
+            "energy_before": self.here.gather(energy_before)[-1],
+            "angles": subspace.principal_angles(old_DK, method.U_DK).tolist(),
+            "loss_before": loss_before,
+            "loss_after": self.pipeline.evaluate([tokens_BS]),
+        }
 
     def batch(self, step: int) -> torch.Tensor | None:
         """The step's tokens, (batch, context + 1), or None where the ids come over the boundary."""
@@ -262,7 +258,6 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean validation loss, in nats per token."""
         loss = self.pipeline.evaluate(self._validation())
-        self.pipeline.take_wire()  # validation traffic is not training traffic
         self.metrics.event("eval", step=self.done_steps, val_loss=loss)
         return loss
 
@@ -290,28 +285,44 @@ class Trainer:
                 )
         self.eval_batches: int = first["eval_batches"]
         self.digest: str = first["digest"]
+        if self.here.is_first and self.data is not None and self.data.tokenizer is not None:
+            write_whole(self.folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         return int(first["vocab"])
+
+    def _take_basis(self) -> None:
+        """Begin with the basis of another run, and with the embedding that goes with it."""
+        source = self.config.compression.init_from
+        if source is None:
+            return
+        method = self.stage.method
+        assert isinstance(method, Subspace)
+        if self.here.is_last:
+            found = find(Path(source) / "checkpoints", None, {"basis/U"}, self._say)
+            if found is None:
+                raise ThinpipeError(f"compression.init_from = {source!r} has no checkpoint; give a run that has one")
+            method.U_DK.copy_(found.tensor("basis/U"))
+        share_owned(self.stage, self.here)
+        self.stage.initialise(self.config.run.seed)
 
     # Saving
 
     def owned(self) -> dict[str, torch.Tensor]:
         """What a checkpoint takes from this stage, by global name; a tied table is the first stage's."""
-        elsewhere = set() if self.here.is_first else {"embed.weight"}
-        tensors = {f"model/{name}": p.detach() for name, p, _ in self.stage.roles() if name not in elsewhere}
-        tensors |= {f"optim/{name}": t for name, t in self.optimizer.state().items() if name.rsplit("/", 1)[0] not in elsewhere}
-        if isinstance(self.stage.method, Subspace) and self.here.is_last:
-            tensors["basis/U"] = self.stage.method.U_DK
+        tensors = self.stage.weights() | {f"optim/{name}": tensor for name, tensor in self.optimizer.state().items()}
+        if not self.here.is_first:
+            tensors = {name: tensor for name, tensor in tensors.items() if "/embed.weight" not in name}
+        if not self.here.is_last:
+            tensors.pop("basis/U", None)
         if self.statistic is not None:
             tensors |= {"basis/M": self.statistic.M_DK, "basis/square_norm": self.statistic.square_norm}
         return tensors
 
     def wants(self, names: set[str]) -> set[str]:
         """Which of a checkpoint's tensors this stage needs: all its parameters and basis, and the moments that there are."""
-        mine = {name for name, _, _ in self.stage.roles()}
-        basis = {"basis/U"} if isinstance(self.stage.method, Subspace) and self.here.is_last else set()
-        moments = {n for n in names if n.startswith("optim/") and n.removeprefix("optim/").rsplit("/", 1)[0] in mine}
+        weights = self.stage.weights().keys() - (set() if self.here.is_last else {"basis/U"})
+        moments = {n for n in names if n.startswith("optim/") and f"model/{n.split('/')[1]}" in weights}
         statistic = names & {"basis/M", "basis/square_norm"} if self.statistic is not None else set()
-        return {f"model/{name}" for name in mine} | moments | basis | statistic
+        return weights | moments | statistic
 
     def save(self) -> None:
         """Begin a checkpoint of the steps done; the step waits only for a copy."""
@@ -330,7 +341,7 @@ class Trainer:
         self.checkpoints.save(self.done_steps, self.owned(), facts)
 
     def _resume(self) -> int | None:
-        found = find(self.folder / "checkpoints", self.here, self.wants, lambda line: print(line, file=sys.stderr))
+        found = find(self.folder / "checkpoints", self.here, self.wants, self._say)
         if found is None:
             return None
         if found.facts["data"] != self.digest:
@@ -338,24 +349,23 @@ class Trainer:
         self._load(found)
         self.done_steps, self.refused = found.step, found.facts["refused_steps"]
         if self.here.is_first:
-            print(f"resumed from step {found.step}", file=sys.stderr)
+            self._say(f"resumed from step {found.step}")
         return found.step
 
     def _load(self, found: Checkpoint) -> None:
         tensors = found.tensors(self.wants(set(found.names)))
-        with torch.no_grad():
-            for name, parameter, _ in self.stage.roles():
-                parameter.copy_(tensors[f"model/{name}"])
+        self.stage.load_weights(tensors)
         self.optimizer.load({n.removeprefix("optim/"): t for n, t in tensors.items() if n.startswith("optim/")})
-        if "basis/U" in tensors:
-            assert isinstance(self.stage.method, Subspace)
-            self.stage.method.U_DK.copy_(tensors["basis/U"])
         if self.statistic is not None and "basis/M" in tensors:
             self.statistic.M_DK.copy_(tensors["basis/M"])
             self.statistic.square_norm.copy_(tensors["basis/square_norm"])
-        self.pipeline.share_from_owner()
+        share_owned(self.stage, self.here)
 
     # Reporting
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
     def _own_tally(self, loss: float) -> Tally:
         wire, state = self.pipeline.take_wire(), self.checkpoints.state
@@ -367,6 +377,7 @@ class Trainer:
             stop=float(asked),
             written=float(state == "written"),
             failed=float(state == "failed"),
+            energy=self.statistic.captured() if self.statistic is not None else 0.0,
         )
 
     def _told(self, complaint: str | None) -> None:
@@ -389,6 +400,7 @@ class Trainer:
             wire_forward=int(total.wire_forward),
             wire_backward=int(total.wire_backward),
             refused=self.refused,
+            **({"energy": total.energy} if total.energy else {}),
         )
         per_token, _ = self._wire_per_token(total)
         refused = f"  refused {self.refused}" if self.refused else ""

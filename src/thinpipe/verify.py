@@ -15,13 +15,13 @@ import torch
 from . import launch
 from .config import Config
 from .data import prepare
+from .device import pick_device, share_cores, use_bf16
 from .metrics import read_events
 from .model import Stage, build_stages
 from .optim import clip_scale
-from .pipeline import Pipeline, Tally, to_tensor
+from .pipeline import Pipeline, Tally, share_owned, to_tensor
 from .run import open_run
 from .topology import Topology
-from .trainer import pick_device, share_cores, use_bf16
 
 _VERIFY_TAG = 4
 
@@ -73,7 +73,7 @@ def pipelined(
     here = replace(config, pipeline=replace(config.pipeline, stages=topology.stages))
     stage = _place(build_stages(here, vocab, [topology.stage], wire=wire)[0], config, dtype, topology.local_rank)
     pipeline = Pipeline(stage, topology, here.pipeline, config.micro_batch)
-    pipeline.share_from_owner()
+    share_owned(stage, topology)
     needs = config.data.source == "local" or topology.is_first
     loss = pipeline.step(tokens_BS if needs else None)
     total = pipeline.tally(Tally(loss=loss))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,6 +22,10 @@ def main() -> None:
                 from .trainer import Trainer
 
                 Trainer(config, topology, folder, launch.StopRequest()).fit()
+            elif command == "generate":
+                from .inference import Request, write_stage
+
+                write_stage(folder, topology, Request(**json.loads(sys.argv[3])), Path(sys.argv[4]))
             else:
                 from .verify import verify_stage
 
