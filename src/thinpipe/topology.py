@@ -61,11 +61,13 @@ class Topology:
         return f"stage {self.stage} on {self.host}"
 
     def isend(self, tensor: torch.Tensor, stage: int, tag: int) -> dist.Work:
+        assert tensor.is_contiguous()
         work = dist.isend(tensor, group=self.group, group_dst=stage, tag=tag)
         assert work is not None
         return work
 
     def irecv(self, tensor: torch.Tensor, stage: int, tag: int) -> dist.Work:
+        assert tensor.is_contiguous()
         work = dist.irecv(tensor, group=self.group, group_src=stage, tag=tag)
         assert work is not None
         return work
@@ -84,6 +86,7 @@ class Topology:
 
     def broadcast(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Fill `tensor` (in host memory) with that stage's; returns it."""
+        assert tensor.is_contiguous()  # Gloo sends the memory as it lies, a transposed tensor too
         dist.broadcast(tensor, group=self.group, group_src=stage)
         return tensor
 

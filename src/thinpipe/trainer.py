@@ -238,7 +238,8 @@ class Trainer:
         moved_DK = method.U_DK.cpu().contiguous()
         if self.statistic is not None:
             energy_before = subspace.captured_energy(old_DK, self.statistic.M_DK, float(self.statistic.square_norm))
-            moved_DK = subspace.move(method.U_DK, self.statistic.M_DK, self.config.compression.move_step).to(moved_DK.dtype).cpu()
+            moved_DK = subspace.move(method.U_DK, self.statistic.M_DK, self.config.compression.move_step)
+            moved_DK = moved_DK.to(old_DK.dtype).cpu().contiguous()
             self.statistic.reset()
         self.here.broadcast(moved_DK, self.here.stages - 1)
         method.U_DK.copy_(moved_DK)
