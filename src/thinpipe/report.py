@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .config import ThinpipeError, from_dict
 from .metrics import read_events
@@ -38,7 +38,8 @@ class Run:
         name: its folder's name; label: the name with method and compression.
         constrained: before the last cut the matrices live in the subspace.
         step, loss, tokens, seconds: one entry per step; the loss is NaN where the step was refused; tokens and seconds are
-            sums from the first step on, seconds without validation and saving.
+            sums from the first step on, seconds without validation and saving (of the medians over the last 20 steps or fewer
+            that the step events carry).
         val_step, val_loss: one entry per validation.
         ranks, moves: events of these kinds.
     """
@@ -128,7 +129,7 @@ def _read_run(folder: Path, name: str) -> Run:
     method = config.get("compression", {}).get("method", "")
     return Run(
         name=name,
-        label=" · ".join(part for part in (name, method, _compression(config, kinds)) if part),
+        label=f"{_shortened(name)} · {method} {_compression(config, kinds)}".strip(" ·"),
         constrained=method == "subspace",
         step=columns["step"],
         loss=columns["loss"],
@@ -146,40 +147,45 @@ def _columns(events: list[dict[str, Any]], *keys: str) -> dict[str, np.ndarray]:
     return {key: np.array([event.get(key) for event in events], dtype=float) for key in keys}
 
 
+def _shortened(name: str, most: int = 32) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
 def _compression(config: dict[str, Any], kinds: dict[str, list[dict[str, Any]]]) -> str:
-    """Such as "8×", against a dense bfloat16 stream: the result's, else the last step's bytes', else just the rank."""
+    """Such as "8×", against a dense bfloat16 stream: by the result, else by the bytes of the last step, else just the rank."""
     if kinds["result"] and kinds["result"][-1].get("compression"):
         return f"{kinds['result'][-1]['compression']:.3g}×"
-    first, last = kinds["step"][0], kinds["step"][-1]
+    compression, last = config.get("compression", {}), kinds["step"][-1]
     sent = last.get("wire_forward", 0) + last.get("wire_backward", 0)
-    try:
-        width = from_dict(config).sizes()["width"]
-    except ThinpipeError:  # a hf_config that has gone, a field of another version
-        width = None
-    if sent and width:
-        boundaries = kinds["start"][-1]["stages"] - 1
-        tokens = last["tokens"] / last["step"] if last is not first else last["tokens"]
-        return f"{2 * width * tokens * boundaries * 2 / sent:.3g}×"
-    return f"rank {config['compression']['rank']}" if config.get("compression", {}).get("method", "none") != "none" else ""
+    if config and sent:
+        try:
+            dense = 2 * from_dict(config).sizes()["width"] * last["tokens"] / last["step"]
+            return f"{dense * (kinds['start'][-1]['stages'] - 1) * 2 / sent:.3g}×"
+        except ThinpipeError:  # an hf_config that has gone, a field of another version
+            pass
+    return f"rank {compression.get('rank')}" if compression.get("method", "none") != "none" else ""
 
 
 # Loss
 
 
 def loss_figure(runs: Sequence[Run], against: Literal["tokens", "seconds"]) -> Figure:
-    """Training loss, lightly smoothed, and validation loss (circles) of all runs over tokens or training time."""
-    figure, axes = _figure(3.8)
-    unit, name = _time_unit(max(run.seconds[-1] for run in runs)) if against == "seconds" else (1.0, "")
+    """Training loss, lightly smoothed (lines), and validation loss (circles) of all runs over tokens or training time."""
+    figure = Figure(figsize=(WIDTH, 3.7 + 0.22 * len(runs)), layout="constrained")
+    axes = figure.add_subplot()
+    _clean(axes)
+    unit, unit_name = _time_unit(max(run.seconds[-1] for run in runs)) if against == "seconds" else (1.0, "")
     handles = []
     for i, run in enumerate(runs):
-        x = getattr(run, against) / unit
-        known = np.isfinite(run.loss)
-        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
-        axes.plot(x[known], _smooth(run.loss[known]), linewidth=1.6, **style)
+        x, known = getattr(run, against) / unit, np.isfinite(run.loss)
+        colour, again = COLOURS[i % len(COLOURS)], i >= len(COLOURS)
+        style: dict[str, Any] = {"color": colour, "linestyle": "--" if again else "-"}
+        axes.plot(x[known], _smooth(run.loss[known]), linewidth=1.2, alpha=0.7, **style)
+        face, edge = ("white", colour) if again else (colour, "white")
         at = np.interp(run.val_step, run.step, x)
-        axes.plot(at, run.val_loss, "o", color=style["color"], markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
-        final = f", {run.val_loss[-1]:.3f}" if run.val_loss.size else ""
-        handles.append(Line2D([], [], linewidth=2.5, label=f"{run.label}{final}", **style))
+        axes.plot(at, run.val_loss, "o", markerfacecolor=face, markeredgecolor=edge, markersize=7, zorder=3, clip_on=False)
+        final = f" · validation {run.val_loss[-1]:.3f}" if run.val_loss.size else ""
+        handles.append(Line2D([], [], linewidth=3, label=run.label + final, **style))
     axes.set_ylim(*_loss_range(runs))
     axes.set_xlim(left=0)
     axes.set_ylabel("loss (nats per token)")
@@ -187,8 +193,9 @@ def loss_figure(runs: Sequence[Run], against: Literal["tokens", "seconds"]) -> F
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel("training tokens")
     else:
-        axes.set_xlabel(f"training time ({name}), without validation and saving")
-    axes.legend(handles=handles, loc="upper right", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
+        axes.set_xlabel(f"training time ({unit_name}), without validation and saving")
+    axes.set_title("lines: training, smoothed · circles: validation", loc="right", fontsize=8, color=INK)
+    figure.legend(handles=handles, loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
     return figure
 
 
@@ -203,8 +210,8 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _loss_range(runs: Sequence[Run]) -> tuple[float, float]:
-    """Limits of the loss axis: the plunge of the first twentieth would flatten all that follows."""
-    late = [run.loss[len(run.loss) // 20 :] for run in runs]
+    """Limits of the loss axis: the plunge of the first tenth would flatten all that follows."""
+    late = [run.loss[len(run.loss) // 10 :] for run in runs]
     shown = np.concatenate([*late, *(run.val_loss for run in runs)])
     shown = shown[np.isfinite(shown)] if np.isfinite(shown).any() else np.concatenate([run.loss for run in runs])
     low, high = np.nanmin(shown), np.nanmax(shown)
@@ -222,18 +229,20 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 def ranks_figure(run: Run) -> Figure:
     """Stable rank and energy in the top k of the residual-writing matrices, their gradients and updates; a line per layer."""
     k = run.ranks[-1]["k"]
-    matrices = [_layer_and_writer(name) for name in run.ranks[-1]["matrices"]]
-    layers = sorted({layer for layer, _ in matrices})
-    writers = sorted({writer for _, writer in matrices})
-    figure = Figure(figsize=(WIDTH, 11.0), layout="constrained")
-    head, stable, energy = figure.subfigures(3, 1, height_ratios=(0.8, 5, 5))
+    layers, writers = (sorted(set(found)) for found in zip(*map(_layer_and_writer, run.ranks[-1]["matrices"]), strict=True))
     colours = dict(zip(layers, matplotlib.colormaps["viridis"](np.linspace(0, 0.88, len(layers))), strict=True))
+    figure = Figure(figsize=(WIDTH, 10.6), layout="constrained")
+    parts: Any = figure.subfigures(3, 1, height_ratios=(0.6, 5, 5))
+    _title(parts[0], run.label)
     shown = [layers[i] for i in sorted({round(j) for j in np.linspace(0, len(layers) - 1, 8)})]
-    handles = [Line2D([], [], color=colours[layer], linewidth=3, label=str(layer)) for layer in shown]
-    head.legend(handles=handles, title="layer", loc="lower center", ncols=8, frameon=False, handlelength=1, columnspacing=1, fontsize=9)
-    head.suptitle(run.label, x=0.02, ha="left", color=INK, fontsize=11, fontweight="bold")
-    _rank_panels(stable, f"stable rank (dotted: k = {k})", run, writers, colours, 0)
-    _rank_panels(energy, f"energy in the top k = {k} directions", run, writers, colours, 1)
+    handles = [Line2D([], [], linestyle="none", label="layer")]
+    handles += [Line2D([], [], color=colours[layer], linewidth=3, label=str(layer)) for layer in shown]
+    legend: dict[str, Any] = {"frameon": False, "handlelength": 1, "columnspacing": 1, "fontsize": 9, "labelcolor": INK}
+    parts[0].legend(handles=handles, loc="lower left", ncols=len(handles), **legend)
+    note = "; constrained: at most k" if run.constrained else ""
+    _rank_panels(parts[1], f"Stable rank (dotted: k = {k}{note})", run, writers, colours, 0)
+    note = " (constrained: all)" if run.constrained else ""
+    _rank_panels(parts[2], f"Energy in the top k = {k} directions{note}", run, writers, colours, 1)
     return figure
 
 
@@ -245,11 +254,11 @@ def _layer_and_writer(name: str) -> tuple[int, str]:
 
 def _rank_panels(part: SubFigure, title: str, run: Run, writers: list[str], colours: dict[int, Any], measure: int) -> None:
     """A row per watched quantity, a column per writer; `measure` is the entry of the pair in the event."""
-    part.suptitle(title, x=0.02, ha="left", color=INK, fontsize=10)
-    grid = part.subplots(len(WATCHED), len(writers), sharex=True, sharey="row", squeeze=False)
+    _title(part, title)
+    grid = part.subplots(len(WATCHED), len(writers), sharex=True, sharey=True, squeeze=False)
     steps = [event["step"] for event in run.ranks]
-    k = run.ranks[-1]["k"]
     for row, watched in zip(grid, WATCHED, strict=True):
+        row[0].set_ylabel(watched)
         for axes, writer in zip(row, writers, strict=True):
             _clean(axes)
             for layer, colour in colours.items():
@@ -257,56 +266,68 @@ def _rank_panels(part: SubFigure, title: str, run: Run, writers: list[str], colo
                 pairs = [event["matrices"].get(name, {}).get(watched, [None, None]) for event in run.ranks]
                 values = np.array([pair[measure] for pair in pairs], dtype=float)
                 axes.plot(steps, values, color=colour, linewidth=1.3, marker="o" if len(steps) < 8 else None, markersize=3)
-            if axes in grid[0]:
-                axes.set_title(WRITERS.get(writer, writer), fontsize=9, color=INK)
             if measure == 0:
-                axes.axhline(k, color=INK, linewidth=0.8, linestyle=":")
-                axes.set_ylim(bottom=0)
-            else:
-                axes.set_ylim(0, 1.04)
-                axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        row[0].set_ylabel(watched)
+                axes.axhline(run.ranks[-1]["k"], color=INK, linewidth=1, linestyle=":")
+    for axes, writer in zip(grid[0], writers, strict=True):
+        axes.set_title(WRITERS.get(writer, writer), fontsize=9, color=INK)
     for axes in grid[-1]:
         axes.set_xlabel("step")
+    if measure == 0:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=1)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, 1.05)
+        axes.set_yticks([0, 0.5, 1])
+        axes.yaxis.set_major_formatter(_percent)
 
 
 # Moves
 
 
 def moves_figure(run: Run) -> Figure:
-    """What each move of the subspace did: captured gradient energy before and after, and the angles it turned by."""
-    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
-    figure.suptitle(run.label, x=0.02, ha="left", color=INK, fontsize=11, fontweight="bold")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    step = np.array([move["step"] for move in run.moves])
-    energy = _columns(run.moves, "energy_before", "energy_after")
-    _clean(upper)
-    upper.vlines(step, energy["energy_before"], energy["energy_after"], color=COLOURS[0], linewidth=2)
-    upper.plot(step, energy["energy_before"], "o", color=COLOURS[0], markerfacecolor="white", markersize=6, label="before the move")
-    upper.plot(step, energy["energy_after"], "o", color=COLOURS[0], markersize=6, label="after it")
-    upper.set_ylim(0, 1.04)
-    upper.yaxis.set_major_formatter(PercentFormatter(1.0))
-    upper.set_ylabel("captured energy")
-    _clean(lower)
+    """What each move of the subspace did: captured gradient energy, the angles it turned by, the loss on one batch."""
+    figure = Figure(figsize=(WIDTH, 7.0), layout="constrained")
+    _title(figure, run.label)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True)
+    step = [move["step"] for move in run.moves]
+    values = _columns(run.moves, "energy_before", "energy_after", "loss_before", "loss_after")
+    blue = COLOURS[0]
+    _clean(top)
+    top.vlines(step, values["energy_before"], values["energy_after"], color=blue, linewidth=1.5)
+    top.plot(step, values["energy_before"], "o", color=blue, markerfacecolor="white", label="before the move")
+    top.plot(step, values["energy_after"], "o", color=blue, label="after it")
+    top.set_ylim(bottom=0)
+    top.yaxis.set_major_formatter(_percent)
+    top.set_ylabel("captured energy\nof the gradients")
+    top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9, labelcolor=INK, handletextpad=0.2)
+    _clean(middle)
     for move in run.moves:
         angles = np.rad2deg(move["angles"])
-        lower.plot(np.full(len(angles), move["step"]), angles, "o", color=COLOURS[0], markersize=3, alpha=0.4, markeredgewidth=0)
-    lower.plot(step, [np.rad2deg(np.median(move["angles"])) for move in run.moves], "-", color=COLOURS[1])
-    lower.set_ylim(bottom=0)
-    lower.set_ylabel("principal angles (°)")
-    lower.set_xlabel("step")
-    upper.legend(frameon=False, fontsize=9, loc="upper right")
+        middle.plot(np.full(len(angles), move["step"]), angles, "_", color=blue, markersize=9, alpha=0.6)
+    middle.set_ylim(bottom=0)
+    middle.set_ylabel("principal\nangles (°)")
+    _clean(bottom)
+    bottom.axhline(0, color=INK, linewidth=0.8)
+    bottom.vlines(step, 0, values["loss_after"] - values["loss_before"], color=blue, linewidth=1.5)
+    bottom.plot(step, values["loss_after"] - values["loss_before"], "o", color=blue)
+    bottom.set_ylabel("change of loss\n(nats per token)")
+    bottom.set_xlabel("step")
+    bottom.set_xlim(0, 1.03 * run.step[-1])
     return figure
 
 
 # Looks
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.add_subplot()
-    _clean(axes)
-    return figure, axes
+def _title(figure: Figure | SubFigure, text: str) -> None:
+    figure.suptitle(text, x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
+
+
+def _percent(share: float, position: int | None = None) -> str:
+    return f"{100 * share:g}%"
 
 
 def _clean(axes: Axes) -> None:
@@ -318,5 +339,5 @@ def _clean(axes: Axes) -> None:
     axes.yaxis.label.set_color(INK)
     axes.grid(axis="y", color=PALE, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))

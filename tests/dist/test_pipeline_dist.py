@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 def test_gradients_are_torchs_and_bytes_are_the_formulas(spawn: Callable[..., str]) -> None:
@@ -19,3 +21,11 @@ def test_gradients_are_torchs_and_bytes_are_the_formulas(spawn: Callable[..., st
         expected = boundaries * tokens * rank * number
         assert row["backward"] == expected, label
         assert row["forward"] == expected + (ids if label == "ids travel" else 0), label
+
+
+def test_stages_with_different_data_are_told(spawn: Callable[..., str], tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """FIELD.md kind 14: stages that disagree on tokens or batches would hang or train on nonsense."""
+    (tmp_path / "more.txt").write_text("one document more\n" * 200)
+    output = spawn("data_differs.py", 2, str(tmp_path), json.dumps(corpus))
+    assert "RESULT local: the data of stage 1 on" in output and "data.source" in output
+    assert "RESULT first: trained 3 steps" in output

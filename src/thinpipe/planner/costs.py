@@ -1,0 +1,160 @@
+"""What a step costs: seconds of compute per stage and bytes per message, by formula from a config and a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import Config, ModelSpec, ThinpipeError
+from .sizes import StageSizes, flops, message_bytes, stage_sizes, tied_bytes
+
+UTILISATION = 0.4
+"""Share of the dense peak rate that training reaches: assumed, from the 0.3 to 0.5 that well-fed GPUs are reported to reach."""
+
+# Bytes per parameter and micro-batch beside the products: under autocast each forward reads float32 weights and writes
+# bf16 ones; each backward writes bf16 gradients, widens them and adds them to the float32 ones.
+_CAST = 6
+_ACCUMULATE = {True: 20, False: 16}
+# Bytes per parameter of clipping and AdamW: gradient, parameter and two moments, read and written, and the norm.
+_STEP = 40
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What computes a stage."""
+
+    name: str
+    bf16: float | None
+    """Dense bf16 rate with float32 sums in TFLOP/s (None: no bf16 tensor cores, so precision "auto" means float32)."""
+    float32: float
+    """Float32 rate in TFLOP/s, without TF32, which torch leaves off."""
+    memory_gb: float
+    """Memory in GB (1e9 bytes)."""
+    bandwidth: float
+    """Memory bandwidth in GB/s."""
+    source: str
+    utilisation: float = UTILISATION
+    fixed_gb: float = 1.0
+    """Memory that libraries take before the first tensor."""
+
+    def uses_bf16(self, precision: str) -> bool:
+        """Whether matrix products run in bf16 under run.precision."""
+        return precision == "bf16" or (precision == "auto" and self.bf16 is not None)
+
+    def rate(self, precision: str) -> float:
+        """FLOP/s that training reaches."""
+        peak = self.bf16 if self.uses_bf16(precision) and self.bf16 is not None else self.float32
+        return peak * 1e12 * self.utilisation
+
+
+_TABLE = [
+    GPU("L4", 121, 30.3, 24, 300, "NVIDIA L4 datasheet: 242 TFLOP/s bf16 with sparsity, half without"),
+    GPU("A10G", 70, 35, 24, 600, "NVIDIA A10G datasheet (AWS g5): 70 TFLOP/s bf16 dense"),
+    GPU("T4", None, 8.1, 16, 320, "NVIDIA T4 datasheet: 8.1 TFLOP/s float32; its 65 TFLOP/s are fp16, which thinpipe doesn't use"),
+    GPU("RTX 3090", 71, 35.6, 24, 936, "NVIDIA GA102 whitepaper: bf16 with float32 sums, dense"),
+    GPU("RTX 4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada whitepaper: bf16 with float32 sums, dense"),
+    GPU("RTX 5090", 209.5, 104.8, 32, 1792, "NVIDIA RTX Blackwell whitepaper: bf16 with float32 sums, dense"),
+    GPU("A100 40GB", 312, 19.5, 40, 1555, "NVIDIA A100 datasheet: bf16 dense"),
+    GPU("A100 80GB", 312, 19.5, 80, 2039, "NVIDIA A100 80GB SXM datasheet: bf16 dense"),
+    GPU("H100", 989, 67, 80, 3350, "NVIDIA H100 SXM datasheet: 1,979 TFLOP/s bf16 with sparsity, half without"),
+]
+GPUS = {gpu.name: gpu for gpu in _TABLE}
+
+
+def find_gpu(name: str) -> GPU:
+    """The GPU of that name; case, spaces, dashes and a leading "RTX" don't matter.
+
+    Raises ThinpipeError that lists the names.
+    """
+
+    def plain(text: str) -> str:
+        return "".join(sign for sign in text.lower() if sign.isalnum()).removeprefix("rtx")
+
+    for known, gpu in GPUS.items():
+        if plain(known) == plain(name):
+            return gpu
+    raise ThinpipeError(f"gpu {name!r} is unknown; use one of {', '.join(GPUS)}, or plan with measured costs")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and bytes of a step; tuples have one entry per stage."""
+
+    forward: tuple[float, ...]
+    """Seconds of one micro-batch's forward."""
+    backward: tuple[float, ...]
+    """Seconds of one micro-batch's backward, recomputation included."""
+    optimizer: tuple[float, ...]
+    """Seconds of the optimizer's step."""
+    forward_bytes: int
+    """Bytes of one micro-batch's message to the next stage."""
+    backward_bytes: int
+    """Bytes of one micro-batch's message to the stage before."""
+    tied_bytes: int = 0
+    """Bytes that first and last stage each send per step for a tied table."""
+    send_overhead: float = 0.0
+    """Seconds that issuing a message takes from the stage's compute (0: ideal)."""
+
+    def __post_init__(self) -> None:
+        assert len(self.forward) == len(self.backward) == len(self.optimizer) > 0
+        assert min(*self.forward, *self.backward, *self.optimizer, self.send_overhead) >= 0
+        assert min(self.forward_bytes, self.backward_bytes, self.tied_bytes) >= 0
+
+    @classmethod
+    def uniform(cls, stages: int, forward: float, backward: float, bytes_each_way: int, optimizer: float = 0.0) -> Costs:
+        """Equal stages."""
+        return cls((forward,) * stages, (backward,) * stages, (optimizer,) * stages, bytes_each_way, bytes_each_way)
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+
+def costs_by_formula(config: Config, vocab: int, gpu: GPU) -> Costs:
+    """Costs of a checked config on equal GPUs.
+
+    Compute = FLOPs (sizes.flops) / (peak rate x utilisation) + the weights' own traffic per micro-batch / memory
+    bandwidth. Left out: the copy between device and host (PCIe moves 10 GB/s and more, links a hundredth of it), and what
+    starting kernels costs, which shows below some 1,000 tokens a micro-batch.
+
+    Args:
+        vocab: entries of the tokenizer.
+
+    Raises ThinpipeError if model.vocab is smaller than that.
+    """
+    spec = config.spec(vocab)
+    stages = [stage_sizes(config, spec, stage) for stage in range(config.pipeline.stages)]
+    forward_bytes, backward_bytes = message_bytes(config)
+    compute = [_compute_seconds(sizes, config, gpu) for sizes in stages]
+    return Costs(
+        forward=tuple(forward for forward, _ in compute),
+        backward=tuple(backward for _, backward in compute),
+        optimizer=tuple(_optimizer_seconds(sizes, config, gpu) for sizes in stages),
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        tied_bytes=tied_bytes(config, spec),
+    )
+
+
+def _compute_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> tuple[float, float]:
+    precision = config.run.precision
+    bf16, rate = gpu.uses_bf16(precision), gpu.rate(precision)
+    forward, backward = flops(sizes, config.micro_batch, config.pipeline.recompute)
+    traffic = sizes.products / (gpu.bandwidth * 1e9)
+    return forward / rate + (_CAST * traffic if bf16 else 0.0), backward / rate + _ACCUMULATE[bf16] * traffic
+
+
+def _optimizer_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> float:
+    seconds = _STEP * sizes.parameters / (gpu.bandwidth * 1e9)
+    if config.optim.hidden == "muon":
+        # Five Newton-Schulz steps X <- aX + (bA + cA^2)X, A = X X^T, on the shorter side (torch.optim.Muon).
+        for matrix in sizes.matrices:
+            if matrix.kind == "hidden":
+                short, long = sorted((matrix.inputs, matrix.outputs))
+                seconds += 5 * (4.0 * short**2 * long + 2.0 * short**3) / gpu.rate(config.run.precision)
+    return seconds
+
+
+def compute_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
+    """Element-wise ratios."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]

@@ -1,0 +1,320 @@
+"""`thinpipe plan`: what a config will do on given machines and links, and which one would do better."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import schedule
+from ..config import Config, ThinpipeError
+from ..lab import Link
+from .costs import GPU, Costs, costs_by_formula
+from .search import best_schedule, bound, few_warmups
+from .simulation import Timeline, per_boundary, simulate
+from .sizes import message_bytes, saved_bytes, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes_per_token
+
+_CLOSE = 1.03  # fewer stages are preferred to a step that is this much shorter
+_THIN = 1.10  # the largest rank whose step is at most this much longer than with next to nothing on the wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to expect of a config; `as_dict` gives the keys of `thinpipe plan --json`.
+
+    Attributes:
+        seconds_per_step: of a steady step, tally and optimizer included; validation and saving are not.
+        least_seconds_per_step: what no schedule can beat with these costs and links (search.bound).
+        bound: what binds: the one of "compute", "bandwidth" and "latency" that would shorten the step most if it cost nothing.
+        memory_gb: by stage, in 1e9 bytes (sizes.stage_memory says what is assumed); fits: whether every stage fits the GPU.
+        wire_bytes_per_token: per boundary and direction; wire_bytes_forward, wire_bytes_backward: of a step, all boundaries.
+        dense_seconds_per_step: the same model and schedule ("auto": its own best) with method "none" in bfloat16.
+        days: for `tokens` tokens at tokens_per_s (all replicas together).
+        parameters: trained numbers of the whole model.
+    """
+
+    seconds_per_step: float
+    least_seconds_per_step: float
+    tokens_per_s: float
+    bound: str
+    memory_gb: list[float]
+    fits: bool
+    wire_bytes_per_token: float
+    wire_bytes_forward: int
+    wire_bytes_backward: int
+    tied_bytes_per_step: int
+    dense_seconds_per_step: float
+    speedup_vs_dense: float
+    compression: float
+    days: float
+    tokens: int
+    method: str
+    rank: int | None
+    stages: int
+    micro_batches: int
+    replicas: int
+    schedule: str
+    warmup: int | None
+    why: str
+    gpu: str
+    parameters: int
+    timeline: Timeline
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the timeline."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "timeline"}
+
+
+def plan(
+    config: Config,
+    vocab: int,
+    links: Sequence[Link],
+    gpu: GPU,
+    *,
+    costs: Costs | None = None,
+    tokens: int | None = None,
+    replicas: int = 1,
+) -> Plan:
+    """Predict a run of a checked config.
+
+    Args:
+        vocab: entries of the tokenizer.
+        links: one for all boundaries, or one each.
+        gpu: what each stage has: the source of costs where none are given, and of the memory to fit.
+        costs: measured ones, for the config as it is; the dense ones are then these times the ratio of the formulas.
+        tokens: how many to train on (None: the config's steps).
+        replicas: pipelines beside each other; averaging them is not counted.
+
+    Raises ThinpipeError if links or vocabulary don't fit the config.
+    """
+    stages, micro_batches = config.pipeline.stages, config.pipeline.micro_batches
+    links = per_boundary(links, stages)
+    spec = config.spec(vocab)
+    measured = costs
+    costs = measured or costs_by_formula(config, vocab, gpu)
+    name, warmup, why = _schedule(config, vocab, costs, links, gpu)
+    actions = schedule.actions(name, stages, micro_batches, warmup)
+    timeline = simulate(actions, costs, links)
+    dense_config = replace(config, compression=replace(config.compression, method="none", wire="bfloat16"))
+    dense_costs = _scaled(measured, config, dense_config, vocab, gpu)
+    dense_name, dense_warmup, _ = _schedule(dense_config, vocab, dense_costs, links, gpu)
+    dense = simulate(schedule.actions(dense_name, stages, micro_batches, dense_warmup), dense_costs, links)
+    memory = memory_by_stage(config, vocab, gpu, [schedule.in_flight(stage_actions) for stage_actions in actions])
+    batch_tokens = config.train.batch * spec.context * replicas
+    tokens = config.train.steps * batch_tokens if tokens is None else tokens
+    forward_bytes, backward_bytes = (size * micro_batches * (stages - 1) for size in message_bytes(config))
+    per_token, seconds = wire_bytes_per_token(config), timeline.seconds_per_step
+    everywhere = [stage_sizes(config, spec, stage) for stage in range(stages)]
+    twice = sum(m.size for m in everywhere[-1].matrices if m.kind == "embedding") if spec.tied and stages > 1 else 0
+    return Plan(
+        seconds_per_step=seconds,
+        least_seconds_per_step=bound(costs, links, micro_batches),
+        tokens_per_s=batch_tokens / seconds,
+        bound=what_binds(actions, costs, links, seconds),
+        memory_gb=[total / 1e9 for total in memory],
+        fits=max(memory) <= gpu.memory_gb * 1e9,
+        wire_bytes_per_token=per_token,
+        wire_bytes_forward=forward_bytes,
+        wire_bytes_backward=backward_bytes,
+        tied_bytes_per_step=tied_bytes_per_step(config, spec),
+        dense_seconds_per_step=dense.seconds_per_step,
+        speedup_vs_dense=dense.seconds_per_step / seconds,
+        compression=2.0 * spec.width / per_token,
+        days=tokens * seconds / batch_tokens / 86400,
+        tokens=tokens,
+        method=config.compression.method,
+        rank=None if config.compression.method == "none" else config.compression.rank,
+        stages=stages,
+        micro_batches=micro_batches,
+        replicas=replicas,
+        schedule=name,
+        warmup=warmup,
+        why=why,
+        gpu=gpu.name,
+        parameters=sum(sizes.parameters for sizes in everywhere) - twice,
+        timeline=timeline,
+    )
+
+
+def what_binds(actions: Sequence[Sequence[schedule.Action]], costs: Costs, links: Sequence[Link], seconds: float) -> str:
+    """ "compute", "bandwidth" or "latency": which shortens a step of `seconds` most if it costs nothing."""
+    if costs.stages == 1:
+        return "compute"
+    nothing = (0.0,) * costs.stages
+    without = {
+        "compute": (replace(costs, forward=nothing, backward=nothing, optimizer=nothing, send_overhead=0.0), links),
+        "bandwidth": (replace(costs, forward_bytes=0, backward_bytes=0, tied_bytes=0), links),
+        # Not quite zero: links that differ must stay different, since equal ones share a host's rate.
+        "latency": (costs, [replace(link, delay=link.delay * 1e-6) for link in links]),
+    }
+    saved = {name: seconds - simulate(actions, *other).seconds_per_step for name, other in without.items()}
+    return max(saved, key=lambda name: saved[name])
+
+
+def memory_by_stage(config: Config, vocab: int, gpu: GPU, in_flight: Sequence[int]) -> list[int]:
+    """Bytes on each stage that holds so many micro-batches in flight."""
+    spec, bf16 = config.spec(vocab), gpu.uses_bf16(config.run.precision)
+    return [
+        stage_memory(stage_sizes(config, spec, stage), config, held, bf16, int(gpu.fixed_gb * 1e9)).total
+        for stage, held in enumerate(in_flight)
+    ]
+
+
+def in_flight_limits(config: Config, vocab: int, gpu: GPU) -> list[int]:
+    """Micro-batches that each stage has memory for (below 1: not even one)."""
+    spec, bf16 = config.spec(vocab), gpu.uses_bf16(config.run.precision)
+    limits = []
+    for stage, empty in enumerate(memory_by_stage(config, vocab, gpu, [0] * config.pipeline.stages)):
+        each = saved_bytes(stage_sizes(config, spec, stage), config.micro_batch, bf16, config.pipeline.recompute)
+        limits.append(int((gpu.memory_gb * 1e9 - empty) // each))
+    return limits
+
+
+def _schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[str, int | None, str]:
+    pipeline = config.pipeline
+    if str(pipeline.schedule) != "auto":
+        return pipeline.schedule, pipeline.warmup, "as configured"
+    # What doesn't fit is told by Plan.fits; the schedule then is the one that holds the least.
+    least = [min(pipeline.micro_batches, pipeline.stages - stage) for stage in range(pipeline.stages)]
+    limits = [max(pair) for pair in zip(in_flight_limits(config, vocab, gpu), least, strict=True)]
+    choice = best_schedule(costs, links, pipeline.micro_batches, limits)
+    return choice.schedule, choice.warmup, choice.why
+
+
+def _scaled(measured: Costs | None, config: Config, other: Config, vocab: int, gpu: GPU) -> Costs:
+    """Costs of another config: by formula, or those measured for `config` times the ratio of the formulas."""
+    theirs = costs_by_formula(other, vocab, gpu)
+    if measured is None:
+        return theirs
+    ours = costs_by_formula(config, vocab, gpu)
+
+    def scaled(name: str) -> tuple[float, ...]:
+        return tuple(m * t / o for m, t, o in zip(getattr(measured, name), getattr(theirs, name), getattr(ours, name), strict=True))
+
+    seconds = {name: scaled(name) for name in ("forward", "backward", "optimizer")}
+    return replace(theirs, **seconds, send_overhead=measured.send_overhead)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A better config."""
+
+    config: Config
+    """The given one with other stages, micro_batches, schedule, warmup and rank."""
+    plan: Plan
+    why: str
+
+
+def suggest(
+    config: Config,
+    vocab: int,
+    links: Sequence[Link],
+    gpu: GPU,
+    *,
+    tokens_per_s: float | None = None,
+    max_stages: int | None = None,
+) -> Suggestion:
+    """Stages, micro-batches, schedule and rank for a model and a batch, on equal GPUs.
+
+    Without a target: the fewest stages within 3 % of the fastest. With one: the fewest that reach it, or the fastest if
+    none does. Then the largest rank that keeps the target, or whose step is at most 10 % longer than with next to nothing
+    on the wire: a larger rank learns better (METHOD.md section 10), so none should be given away where the link is idle.
+
+    Args:
+        links: one for all boundaries; with several, the number of stages is theirs.
+        tokens_per_s: target.
+        max_stages: GPUs at hand (None: as many as there are layers).
+
+    Raises ThinpipeError if no number of stages fits the GPU's memory.
+    """
+    goal = config.train.batch * config.sizes()["context"] / tokens_per_s if tokens_per_s else None
+    found: list[tuple[float, Config]] = []
+    for stages in _stage_counts(config, links, max_stages):
+        best = min((seconds for seconds, _ in found), default=float("inf"))
+        found += _fastest(config, vocab, links, gpu, stages, enough=goal or _CLOSE * best)
+        if goal and any(seconds <= goal for seconds, _ in found):
+            break
+    if not found:
+        raise ThinpipeError(
+            f"no number of stages fits {gpu.memory_gb:g} GB ({gpu.name}); use a smaller train.batch or model.context, "
+            "pipeline.recompute = true, or a GPU with more memory"
+        )
+    best = min(seconds for seconds, _ in found)
+    enough = goal if goal and best <= goal else _CLOSE * best
+    seconds, chosen = min((each for each in found if each[0] <= enough), key=lambda each: (each[1].pipeline.stages, each[0]))
+    chosen = _with_schedule(_largest_rank(chosen, vocab, links, gpu, goal), vocab, links, gpu)
+    planned = plan(chosen, vocab, links, gpu)
+    reached = f"; the target of {tokens_per_s:,.0f} tokens/s is out of reach" if goal and planned.seconds_per_step > goal else ""
+    rank = "" if planned.rank is None else f", rank {planned.rank} ({planned.compression:.3g}x fewer bytes)"
+    why = (
+        f"{planned.stages} stages, {planned.micro_batches} micro-batches{rank}: {planned.tokens_per_s:,.0f} tokens/s, "
+        f"bound by {planned.bound}, at most {max(planned.memory_gb):.1f} GB a stage{reached}"
+    )
+    return Suggestion(chosen, planned, why)
+
+
+def _stage_counts(config: Config, links: Sequence[Link], max_stages: int | None) -> list[int]:
+    """Numbers of stages to try, rising: those that share the layers out evenly, and the config's own."""
+    if len(links) > 1:
+        return [len(links) + 1]
+    fixed = config.compression.segments is not None or bool(config.pipeline.layers_per_segment)
+    parts = config.segments if fixed else config.sizes()["layers"]
+    most = min(parts, max_stages or parts)
+    return sorted({s for s in range(1, most + 1) if parts % s == 0} | {min(config.pipeline.stages, most)})
+
+
+def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages: int, enough: float) -> Iterator[tuple[float, Config]]:
+    """The fastest number of micro-batches that fits, with its seconds per step; nothing if none can be as fast as `enough`.
+
+    Branch and bound: most promising first, until the lower bound of the rest is no better than what was found.
+    """
+    batch = config.train.batch
+    open_: list[tuple[float, int, Config, Costs, list[int]]] = []
+    for micro_batches in (m for m in range(1, batch + 1) if batch % m == 0):
+        pipeline = replace(config.pipeline, stages=stages, micro_batches=micro_batches, schedule="wan", warmup=None)
+        tried = replace(config, pipeline=pipeline)
+        limits = in_flight_limits(tried, vocab, gpu)
+        if all(limit >= min(micro_batches, stages - stage) for stage, limit in enumerate(limits)):
+            costs = costs_by_formula(tried, vocab, gpu)
+            open_.append((bound(costs, links, micro_batches) + costs.optimizer[0], micro_batches, tried, costs, limits))
+    best: tuple[float, Config] | None = None
+    for least, micro_batches, tried, costs, limits in sorted(open_, key=lambda each: each[:2]):
+        if least >= (best[0] if best else enough):
+            break
+        seconds = best_schedule(costs, links, micro_batches, limits, few_warmups(costs, links, micro_batches)).seconds_per_step
+        if best is None or seconds < best[0]:
+            best = seconds, tried
+    if best is not None:
+        yield best
+
+
+def _with_schedule(config: Config, vocab: int, links: Sequence[Link], gpu: GPU) -> Config:
+    costs = costs_by_formula(config, vocab, gpu)
+    choice = best_schedule(costs, links, config.pipeline.micro_batches, in_flight_limits(config, vocab, gpu))
+    return replace(config, pipeline=replace(config.pipeline, schedule=choice.schedule, warmup=choice.warmup))
+
+
+def _largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, goal: float | None) -> Config:
+    if config.compression.method == "none" or config.pipeline.stages == 1:
+        return config
+
+    def seconds(tried: Config) -> float:
+        costs = costs_by_formula(tried, vocab, gpu)
+        micro_batches = tried.pipeline.micro_batches
+        limits = in_flight_limits(tried, vocab, gpu)
+        return best_schedule(costs, links, micro_batches, limits, few_warmups(costs, links, micro_batches)).seconds_per_step
+
+    def with_rank(rank: int) -> Config:
+        return replace(config, compression=replace(config.compression, rank=rank))
+
+    width = config.sizes()["width"]
+    ranks = sorted({max(1, width >> shift) for shift in range(1, 9)}, reverse=True)
+    most = goal if goal and seconds(config) <= goal else _THIN * seconds(with_rank(ranks[-1]))
+    for rank in ranks:
+        try:
+            if seconds(tried := with_rank(rank)) <= most:
+                return tried
+        except ThinpipeError:  # its activations don't fit
+            continue
+    return config

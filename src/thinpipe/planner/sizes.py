@@ -1,0 +1,278 @@
+"""What a stage holds, computes and sends, counted from the config: parameters, FLOPs, bytes on the wire, memory.
+
+Tests hold the counts equal to the model's: parameters, moments, the tensors that autograd saves, the bytes that are sent.
+
+Symbols: d width, k rank, h hidden width of the MLP, V vocabulary, T context (tokens of a sequence).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..config import WIRE_BYTES, CompressionConfig, Config, ModelSpec
+
+ID_BYTES = 4  # token ids travel as int32
+_INTEGER_BITS = {"int8": 8, "int4": 4}
+_SCALE_BYTES = 4  # integers have one float32 scale per token
+_INDEX_BYTES = 2  # of a kept entry; enough for widths to 65,536
+
+
+def wire_bytes(compression: CompressionConfig, width: int) -> int:
+    """Bytes per token and direction that cross a cut, ids apart (METHOD.md sections 3, 5, 6 and 8).
+
+    Dense and quantised streams send all `width` numbers, "topk" sends `rank` values with their places, every other method
+    `rank` coordinates.
+    """
+    method, wire = str(compression.method), str(compression.wire)
+    numbers = width if method in ("none", "quantize") else compression.rank
+    if wire in _INTEGER_BITS:
+        # The payload travels in a carrier of two-byte numbers, hence an even count.
+        size = 2 * math.ceil((numbers * _INTEGER_BITS[wire] / 8 + _SCALE_BYTES) / 2)
+    else:
+        size = numbers * WIRE_BYTES[wire]
+    return size + (_INDEX_BYTES * numbers if method == "topk" else 0)
+
+
+def message_bytes(config: Config) -> tuple[int, int]:
+    """Bytes of one micro-batch's message forward and backward; with data.source = "first" the ids ride forward."""
+    sizes = config.sizes()
+    payload = config.micro_batch * sizes["context"] * wire_bytes(config.compression, sizes["width"])
+    ids = config.micro_batch * (sizes["context"] + 1) * ID_BYTES if config.data.source == "first" else 0
+    return payload + ids, payload
+
+
+def wire_bytes_per_token(config: Config) -> float:
+    """Payload bytes of a step over all boundaries and both directions / (tokens x boundaries x 2)."""
+    return sum(message_bytes(config)) / (2 * config.micro_batch * config.sizes()["context"])
+
+
+def tied_bytes(config: Config, spec: ModelSpec) -> int:
+    """Bytes that the first and the last stage each send per step to add up a tied table's gradient (float32)."""
+    if not spec.tied or config.pipeline.stages == 1:
+        return 0
+    return 4 * spec.vocab * (spec.width if is_dense_inside(config) else config.compression.rank)
+
+
+def tied_bytes_per_step(config: Config, spec: ModelSpec) -> int:
+    """Bytes sent per step over all stages for a tied table (METHOD.md section 3.6)."""
+    return 2 * tied_bytes(config, spec)
+
+
+def is_dense_inside(config: Config) -> bool:
+    """Whether the blocks write full width, as with every method but "subspace"."""
+    return str(config.compression.method) != "subspace"
+
+
+def has_static(config: Config) -> bool:
+    """Whether every stage holds the static table E."""
+    return str(config.compression.method) in ("subspace", "projected")
+
+
+class Matrix(NamedTuple):
+    """A trained matrix, (inputs, outputs); with `coordinates` its outputs are the k coordinates of the subspace."""
+
+    inputs: int
+    outputs: int
+    kind: str
+    """As Role.kind: "hidden", "embedding" or "head"."""
+    coordinates: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What one stage holds and how often: the counts below are made of it."""
+
+    spec: ModelSpec
+    matrices: tuple[Matrix, ...]
+    gains: int
+    """Numbers in the norms' gains."""
+    constrained: int
+    """Layers whose stream is k coordinates."""
+    free: int
+    """Layers whose stream is full width."""
+    cuts: int
+    """Places where coordinates become a full stream or the other way round."""
+    rank: int
+    static: int
+    """Bytes of the static table."""
+    is_last: bool
+    tied: bool
+
+    @property
+    def layers(self) -> int:
+        return self.constrained + self.free
+
+    @property
+    def parameters(self) -> int:
+        return sum(matrix.size for matrix in self.matrices) + self.gains
+
+    @property
+    def products(self) -> int:
+        """Parameters that take part in matrix products (an embedding is looked up)."""
+        return sum(matrix.size for matrix in self.matrices if matrix.kind != "embedding")
+
+    @property
+    def head(self) -> int:
+        """Size of the (d, V) product at the model's end, tied or not."""
+        return self.spec.width * self.spec.vocab if self.is_last else 0
+
+
+def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
+    """Count stage `stage` of config.pipeline.stages as model.Stage builds it."""
+    segments = config.segments_of_stage(stage, config.pipeline.stages)
+    is_last = segments[-1] == config.segments - 1
+    rank, dense = config.compression.rank, is_dense_inside(config)
+    d, kv = spec.width, spec.kv_heads * spec.head_dim
+    matrices: list[Matrix] = []
+    embedding = Matrix(spec.vocab, d, "embedding") if dense else Matrix(spec.vocab, rank, "embedding", True)
+    if stage == 0 or (is_last and spec.tied):
+        matrices.append(embedding)
+    layers = [0, 0]
+    for segment in segments:
+        free = dense or segment == config.segments - 1
+        w = d if free else rank
+        count = len(config.layers_of_segments[segment])
+        layers[free] += count
+        matrices += [
+            *[Matrix(d, d, "hidden"), Matrix(d, kv, "hidden"), Matrix(d, kv, "hidden"), Matrix(d, w, "hidden", not free)] * count,
+            *[Matrix(d, spec.hidden, "hidden"), Matrix(d, spec.hidden, "hidden"), Matrix(spec.hidden, w, "hidden", not free)] * count,
+        ]
+    if is_last and not spec.tied:
+        matrices.append(Matrix(d, spec.vocab, "head"))
+    if str(config.compression.method) == "none":
+        cuts = 0
+    elif dense:  # a projection on both sides of every cut
+        cuts = 2 * len(segments) - (stage == 0) - is_last
+    else:
+        cuts = int(is_last)
+    return StageSizes(
+        spec=spec,
+        matrices=tuple(matrices),
+        gains=2 * d * sum(layers) + d * is_last,
+        constrained=layers[0],
+        free=layers[1],
+        cuts=cuts,
+        rank=rank,
+        static=static_bytes(config, spec),
+        is_last=is_last,
+        tied=spec.tied,
+    )
+
+
+def static_bytes(config: Config, spec: ModelSpec) -> int:
+    """Bytes of the static table, bfloat16: V x d, or two tables of about sqrt(V) x d (METHOD.md section 7)."""
+    if not has_static(config):
+        return 0
+    rows = spec.vocab
+    if config.compression.static == "factored":
+        side = math.isqrt(spec.vocab - 1) + 1
+        rows = side + -(-spec.vocab // side)
+    return 2 * rows * spec.width
+
+
+def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, float]:
+    """FLOPs of one micro-batch forward and backward.
+
+    Two per parameter and token forward, four backward; causal attention 2 T d per token and layer forward (half of the
+    full square), twice that backward. A read X = E[t] + C U^T costs 2 k d, twice per layer, and as much for the gradient of
+    C (U needs none); again with pipeline.recompute. Norms, RoPE and SwiGLU's products are left to the utilisation.
+    """
+    spec = sizes.spec
+    tokens = micro_batch * spec.context
+    products = 2.0 * tokens * (sizes.products + (sizes.head if sizes.tied else 0))
+    attention = 2.0 * tokens * spec.context * spec.width * sizes.layers
+    reads = 2.0 * tokens * sizes.rank * spec.width * (2 * sizes.constrained + sizes.cuts)
+    if sizes.is_last and sizes.tied and any(matrix.coordinates for matrix in sizes.matrices):
+        reads += 2.0 * spec.vocab * sizes.rank * spec.width  # E + A_T U^T, the whole table
+    forward = products + attention + reads
+    return forward, 2 * (products + attention) + reads * (2 if recompute else 1)
+
+
+def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool) -> int:
+    """Bytes that autograd keeps for the backward pass of one micro-batch in flight.
+
+    Counted per token and layer from model.Block (a = 2 bytes in bf16, 4 in float32; w = width of the stream): each of the
+    two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w); the
+    five matrices that read X keep a cast copy each in bf16 (10 d), or share one per norm in float32 (8 d); attention keeps
+    queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU keeps four tensors of width h.
+    The last stage adds the final norm, the head's input and the float32 log-probabilities (4 V per token).
+
+    Under bf16 each micro-batch also keeps its own bf16 copy of every matrix and basis that it multiplied with.
+    CUDA's fused norm may keep 8 d less per layer and token than is counted here.
+    """
+    spec, d = sizes.spec, sizes.spec.width
+    number = 2 if bf16 else 4
+    inputs = 10 * d if bf16 else 8 * d
+    layer = inputs + 4 * number * d + 4 * spec.heads + 4 * number * spec.hidden
+    per_token = layer * sizes.layers
+    if recompute:
+        per_token += 2 * 4 * (sizes.rank * sizes.constrained + d * sizes.free) + (4 * d if sizes.static else 0)
+    else:
+        per_token += 2 * (8 * d + 4) * sizes.layers
+    if sizes.is_last:
+        per_token += 8 * d + 4 + number * d + 4 * spec.vocab + 8
+    copies = 0
+    if bf16:
+        bases = sizes.cuts + (0 if recompute else 2 * sizes.constrained)
+        copies = 2 * (sizes.products + (sizes.head if sizes.tied else 0) + bases * sizes.rank * d)
+    elif sizes.is_last and sizes.tied and sizes.static:
+        copies = 4 * sizes.head  # E + A_T U^T
+    return micro_batch * spec.context * per_token + copies
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one stage, by what they are for."""
+
+    weights: int
+    gradients: int
+    moments: int
+    static: int
+    activations: int
+    working: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.moments + self.static + self.activations + self.working + self.fixed
+
+
+def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, fixed: int) -> Memory:
+    """Memory of a stage that holds `in_flight` micro-batches at once (schedule.in_flight).
+
+    Assumes: parameters, gradients and moments in float32; AdamW with two moments, of which the second is one number per
+    row for coordinates (METHOD.md section 3), Muon with one for the blocks' matrices; activations as `saved_bytes`;
+    working space for one layer's gradients and, on the last stage, the logits and their gradient beside the saved
+    log-probabilities; `fixed` for libraries. Messages lie in host memory and aren't counted; neither is fragmentation.
+    """
+    spec = sizes.spec
+    muon = config.optim.hidden == "muon"
+    moments = 8 * sizes.gains
+    for matrix in sizes.matrices:
+        moments += 4 * matrix.size
+        if not (muon and matrix.kind == "hidden"):
+            moments += 4 * (matrix.inputs if matrix.coordinates else matrix.size)
+    recompute = config.pipeline.recompute
+    tokens = config.micro_batch * spec.context
+    saved = saved_bytes(sizes, config.micro_batch, bf16, recompute)
+    number = 2 if bf16 else 4
+    working = tokens * ((10 + 2 * number) * spec.width + 4 * number * spec.hidden)
+    if sizes.is_last:
+        logits = tokens * spec.vocab * (6 if bf16 else 4)
+        table = 8 * sizes.head if sizes.tied and sizes.static else 0  # E and A_T U^T in float32 for a moment
+        working = max(working, logits + table)
+    return Memory(
+        weights=4 * sizes.parameters,
+        gradients=4 * sizes.parameters,
+        moments=moments,
+        static=sizes.static,
+        activations=in_flight * saved,
+        working=working,
+        fixed=fixed,
+    )
