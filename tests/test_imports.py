@@ -6,21 +6,22 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "thinpipe"
 
 FLOORS = {
-    0: {"config", "schedule", "planner", "lab", "mesh"},
+    0: {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh"},
     1: {"subspace", "codecs"},
     2: {"method", "optim", "data", "export", "metrics", "watch"},
     3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device"},
     4: {"trainer", "generate"},
-    5: {"cli", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
+    5: {"cli", "runner", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
 }
-# Rooms of one floor that may use each other: pipeline and checkpoint stand on topology; the others are listed one by one.
+# Rooms of one floor that stand on each other.
 SIDEWAYS = {
-    ("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology"),
-    ("optim", "method"),
-    ("planner", "lab"), ("trainer", "generate"), ("planner", "schedule"), ("schedule", "config"), ("planner", "config"), ("lab", "config"),
-}  # fmt: skip
+    *(("sizes", "errors"), ("config", "errors"), ("config", "sizes"), ("schedule", "config"), ("lab", "config"), ("lab", "errors")),
+    *(("planner", room) for room in ("config", "errors", "sizes", "schedule", "lab")),
+    *(("optim", "method"), ("trainer", "generate")),
+    *(("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology")),
+}
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-TORCH_FREE = {"config", "schedule", "planner", "lab", "mesh", "data"}
+TORCH_FREE = {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "data"}
 
 
 def imports(path: Path) -> set[str]:

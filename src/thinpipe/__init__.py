@@ -8,11 +8,12 @@ from .config import Config, ThinpipeError, load
 
 if TYPE_CHECKING:
     from .model import build_stages
-    from .trainer import Result, train
+    from .runner import train
+    from .trainer import Result
 
 __all__ = ["Config", "Result", "ThinpipeError", "build_stages", "load", "train"]
 
-_LATER = {"build_stages": "model", "train": "trainer", "Result": "trainer"}
+_LATER = {"build_stages": "model", "train": "runner", "Result": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -90,8 +90,18 @@ class Export(Output):
     """Number format of the written weights."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Report(Output):
+    """Plot runs: loss against tokens and seconds, ranks of the writing matrices, moves of the subspace."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Folders of runs."""
+    out: str = "report"
+    """Folder for the PNG files."""
+
+
 def _train(args: Train) -> dict[str, Any] | None:
-    from .trainer import train
+    from .runner import train
 
     result = train(_config(args), _say, args.debug)
     if result is None:
@@ -190,12 +200,24 @@ def _export(args: Export) -> dict[str, Any]:
     return result
 
 
+def _report(args: Report) -> dict[str, Any]:
+    from .report import report
+
+    if not args.runs:
+        raise ThinpipeError("no run given; name at least one run's folder")
+    result = report([Path(run) for run in args.runs], Path(args.out))
+    if not args.json:
+        print("\n".join(result["files"]))
+    return result
+
+
 COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]] = {
     "train": (Train, _train),
     "verify": (Verify, _verify),
     "eval": (Eval, _eval),
     "generate": (Generate, _generate),
     "export": (Export, _export),
+    "report": (Report, _report),
 }
 
 

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -27,8 +27,9 @@ from .metrics import Metrics, to_json, write_whole
 from .model import build_stages
 from .optim import Optimizer, clip_scale, learning_rate
 from .pipeline import Pipeline, Tally, share_owned, to_tensor
-from .run import TOKENIZER, open_run, result_of
-from .topology import Topology, connect, under_launcher
+from .run import TOKENIZER
+from .topology import Topology
+from .watch import RankWatch, stream_writers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,62 +71,6 @@ class Result:
     sample: str
 
 
-def train(config: Config, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr), debug: bool = False) -> Result | None:
-    """Train as the config says: `pipeline.stages` processes on this machine, or this one's part under torchrun.
-
-    Args:
-        say: told remarks for the user.
-
-    Returns the summary (None on later stages under torchrun). A finished run is only reported.
-
-    Raises:
-        ThinpipeError: the config, the data or a file can't work, or a stage was lost.
-        launch.Stopped: the run was stopped by a signal, after saving.
-    """
-    if under_launcher():
-        return _train_under_torchrun(config, say)
-    config, folder, remarks = open_run(config)
-    for remark in remarks:
-        say(remark)
-    done = result_of(folder)
-    if done is not None and done.get("steps", 0) >= config.train.steps:
-        say(f"{folder} is finished; raise train.steps to train on")
-        return Result(**done)
-    say(f"run {folder}: {config.compression.method}, {config.pipeline.stages} stages, {config.segments} segments")
-    prepare(config)  # a mistake in the data is told once, before any process starts
-    launch.start("train", folder, config.pipeline.stages, debug)
-    finished = result_of(folder)
-    assert finished is not None
-    return Result(**finished)
-
-
-def _train_under_torchrun(config: Config, say: Callable[[str], None]) -> Result | None:
-    with connect(config.network.timeout) as topology, topology.naming_peers():
-        if topology.stages != config.pipeline.stages:
-            raise ThinpipeError(f"pipeline.stages = {config.pipeline.stages} but {topology.stages} processes were started; make them equal")
-        opened: dict[str, Any] = {}
-        if topology.is_first:
-            try:
-                config, folder, remarks = open_run(config)
-                opened = {"dir": str(folder), "segments": config.segments}
-                for remark in remarks:
-                    say(remark)
-            except ThinpipeError as error:
-                opened = {"error": str(error)}
-        opened = topology.gather(opened)[0]
-        if "error" in opened:
-            raise ThinpipeError(opened["error"])
-        if not topology.is_first:
-            values = to_dict(config)
-            values["run"]["dir"] = opened["dir"]
-            values["compression"]["segments"] = opened["segments"]
-            from .config import from_dict
-
-            config = from_dict(values)
-        Path(opened["dir"]).mkdir(parents=True, exist_ok=True)
-        return Trainer(config, topology, Path(opened["dir"]), launch.StopRequest()).fit()
-
-
 class Trainer:
     """One stage of a training run.
 
@@ -157,6 +102,7 @@ class Trainer:
         self.statistic: GradientStatistic | None = None
         if isinstance(self.stage.method, Subspace) and config.compression.move_every and topology.is_last:
             self.statistic = self.stage.method.statistic = GradientStatistic(self.stage.method)
+        self.watch = RankWatch(stream_writers(self.stage.layers), config.compression.rank)
         self.done_steps = self.refused = 0
         self.moved: dict[str, Any] | None = None
         resumed = self._resume()
@@ -210,7 +156,12 @@ class Trainer:
         total = self.pipeline.tally(self._own_tally(loss))
         norm = math.sqrt(total.square_norm) if total.square_norm >= 0 else math.nan
         if math.isfinite(norm) and math.isfinite(total.loss):
+            watched = config.train.watch_every and (step + 1) % config.train.watch_every == 0
+            if watched:
+                self.watch.before_step()
             self.optimizer.step(learning_rate(config.optim, config.train, step), clip_scale(norm, config.optim.clip))
+            if watched:
+                self._report_ranks(step + 1)
             if self.statistic is not None:
                 self.statistic.accept()
             if self.moved is not None:
@@ -408,6 +359,11 @@ class Trainer:
         self.metrics.progress(
             self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}"
         )
+
+    def _report_ranks(self, step: int) -> None:
+        everyone = self.here.gather(self.watch.after_step())
+        matrices = {name: figures for stage in everyone for name, figures in stage.items()}
+        self.metrics.event("ranks", step=step, k=self.config.compression.rank, matrices=matrices)
 
     def _wire_per_token(self, total: Tally) -> tuple[float, bool]:
         boundaries = self.here.stages - 1

@@ -4,12 +4,12 @@
 schedule = "auto", `simulate` and `bound` take costs of any origin. docs/planner.md says how, and how well.
 """
 
-from .costs import GPU, GPUS, UTILISATION, Costs, costs_by_formula, find_gpu
-from .draw import draw_timeline, draw_widths
+from .costs import GPU, GPUS, UTILISATION, Costs, calibrate, costs_by_formula, find_gpu
+from .counts import Memory, message_bytes, parameters, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes, wire_bytes_per_token
+from .draw import draw_timeline, draw_widths, square_cube
 from .planning import Plan, Suggestion, in_flight_limits, memory_by_stage, plan, suggest, what_binds
 from .search import Choice, best_schedule, bound
 from .simulation import Row, Timeline, simulate
-from .sizes import Memory, message_bytes, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes, wire_bytes_per_token
 
 __all__ = [
     "GPU",
@@ -24,6 +24,7 @@ __all__ = [
     "Timeline",
     "best_schedule",
     "bound",
+    "calibrate",
     "costs_by_formula",
     "draw_timeline",
     "draw_widths",
@@ -31,8 +32,10 @@ __all__ = [
     "in_flight_limits",
     "memory_by_stage",
     "message_bytes",
+    "parameters",
     "plan",
     "simulate",
+    "square_cube",
     "stage_memory",
     "stage_sizes",
     "suggest",

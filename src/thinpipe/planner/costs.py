@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..config import Config, ModelSpec, ThinpipeError
-from .sizes import StageSizes, flops, message_bytes, stage_sizes, tied_bytes
+from ..config import Config
+from ..errors import ThinpipeError
+from .counts import StageSizes, flops, message_bytes, stage_sizes, tied_bytes
 
 UTILISATION = 0.4
-"""Share of the dense peak rate that training reaches: assumed, from the 0.3 to 0.5 that well-fed GPUs are reported to reach."""
+"""Share of the dense peak rate that training reaches. An assumption: reports of well-fed GPUs range from 0.3 to 0.5."""
 
 # Bytes per parameter and micro-batch beside the products: under autocast each forward reads float32 weights and writes
 # bf16 ones; each backward writes bf16 gradients, widens them and adds them to the float32 ones.
@@ -37,6 +37,11 @@ class GPU:
     fixed_gb: float = 1.0
     """Memory that libraries take before the first tensor."""
 
+    @property
+    def usable(self) -> int:
+        """Bytes that a stage may fill; a twentieth stays free for fragmentation."""
+        return int(0.95e9 * self.memory_gb)
+
     def uses_bf16(self, precision: str) -> bool:
         """Whether matrix products run in bf16 under run.precision."""
         return precision == "bf16" or (precision == "auto" and self.bf16 is not None)
@@ -57,7 +62,11 @@ _TABLE = [
     GPU("A100 40GB", 312, 19.5, 40, 1555, "NVIDIA A100 datasheet: bf16 dense"),
     GPU("A100 80GB", 312, 19.5, 80, 2039, "NVIDIA A100 80GB SXM datasheet: bf16 dense"),
     GPU("H100", 989, 67, 80, 3350, "NVIDIA H100 SXM datasheet: 1,979 TFLOP/s bf16 with sparsity, half without"),
-]
+    GPU(
+        "cpu", None, 0.022, 16, 12, "measured: one core of an AMD EPYC, presets demo to medium (16 to 28 GFLOP/s), torch 2.13",
+        utilisation=1.0, fixed_gb=0.4,
+    ),
+]  # fmt: skip
 GPUS = {gpu.name: gpu for gpu in _TABLE}
 
 
@@ -113,7 +122,7 @@ class Costs:
 def costs_by_formula(config: Config, vocab: int, gpu: GPU) -> Costs:
     """Costs of a checked config on equal GPUs.
 
-    Compute = FLOPs (sizes.flops) / (peak rate x utilisation) + the weights' own traffic per micro-batch / memory
+    Compute = FLOPs (counts.flops) / (peak rate x utilisation) + the weights' own traffic per micro-batch / memory
     bandwidth. Left out: the copy between device and host (PCIe moves 10 GB/s and more, links a hundredth of it), and what
     starting kernels costs, which shows below some 1,000 tokens a micro-batch.
 
@@ -155,6 +164,8 @@ def _optimizer_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> float:
     return seconds
 
 
-def compute_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Element-wise ratios."""
-    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+def calibrate(gpu: GPU, config: Config, vocab: int, measured: Costs) -> GPU:
+    """The GPU as it really is: scaled so that the formula's compute of a step adds up to what was measured for `config`."""
+    formula = costs_by_formula(config, vocab, gpu)
+    ratio = sum(formula.forward + formula.backward) / sum(measured.forward + measured.backward)
+    return replace(gpu, name=f"{gpu.name}, measured", utilisation=gpu.utilisation * ratio, bandwidth=gpu.bandwidth * ratio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import CompressionConfig, Config, ModelConfig, PipelineConfig
 from ..lab import Link
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#999999", "tally": "#000000", "tied": "#CC79A7"}
 _MESSAGES = {"send_forward": "#0072B2", "send_backward": "#D55E00"}
+_SEEN_THROUGH = 0.55  # messages on their way at the same time show darker
 _INK = "#333333"
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
-    """Write a PNG of one step: a lane per stage, between two lanes the messages, from first bit sent to last bit received."""
+    """Write a PNG of one step: a lane per stage, between two lanes their messages, from first bit sent to last bit received.
+
+    The dotted line is where the first stage begins the next step; the others follow as the tally's total reaches them.
+    """
     from matplotlib.patches import Patch
 
     tall = timeline.stages <= 8
@@ -43,10 +47,9 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
             # Two thin lanes below the upper stage of the boundary: activations first, then gradients.
             upper = min(row.stage, row.to) + height / 2
             offset = 0.1 if row.kind == "send_forward" else 0.1 + 1.6 * lane
-            axes.broken_barh([(row.start, row.end - row.start)], (upper + offset, lane), facecolor=_MESSAGES[row.kind], alpha=0.55)
+            axes.broken_barh([(row.start, row.end - row.start)], (upper + offset, lane), facecolor=_MESSAGES[row.kind], alpha=_SEEN_THROUGH)
         else:
             axes.plot([row.start, row.end], [row.stage, row.to], color=_COLOURS[row.kind], linewidth=0.8)
-    # The first stage's next step begins at seconds_per_step; the others follow as the total reaches them.
     axes.axvline(timeline.seconds_per_step, color=_INK, linewidth=0.8, linestyle=":")
     axes.set_xlim(0, max([timeline.seconds_per_step, *(row.end for row in timeline.rows)]) * 1.01)
     axes.set_ylim(timeline.stages - 1 + 0.62, -0.62)
@@ -56,7 +59,11 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     axes.set_title(title or f"One step: {timeline.seconds_per_step:.3g} s (% of it that a stage computes)", loc="left", fontsize=10)
     kinds = {row.kind for row in timeline.rows}
     names = {"send_forward": "activations", "send_backward": "gradients", "tied": "tied table", "tally": "tally"}
-    handles = [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in (_COLOURS | _MESSAGES).items() if kind in kinds]
+    handles = [
+        Patch(facecolor=colour, alpha=_SEEN_THROUGH if kind in _MESSAGES else 1, label=names.get(kind, kind))
+        for kind, colour in (_COLOURS | _MESSAGES).items()
+        if kind in kinds
+    ]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.9 / figure.get_size_inches()[1]), ncol=6, frameon=False)
     _save(figure, path)
 
@@ -66,8 +73,17 @@ def _number(axes: Axes, timeline: Timeline, row: Row, tall: bool) -> None:
         axes.text((row.start + row.end) / 2, row.stage, str(row.micro_batch), ha="center", va="center", fontsize=7, color=_INK)
 
 
-def square_cube(gpu: GPU, link: Link, widths: Sequence[int], rank_of: int = 100, context: int = 1024) -> list[tuple[int, float, float, float]]:
-    """Per width: seconds of compute of one layer, of the dense stream's message, and of the compressed one's.
+class Width(NamedTuple):
+    """Seconds that a width costs, see square_cube."""
+
+    width: int
+    compute: float
+    dense: float
+    compressed: float
+
+
+def square_cube(gpu: GPU, link: Link, widths: Sequence[int], rank_of: int = 100, context: int = 1024) -> list[Width]:
+    """Seconds of compute of one layer, of the dense stream's messages, and of the compressed ones, for each width.
 
     Forward and backward of one sequence through one layer of Llama proportions (heads of 128 numbers, hidden = 3.5 d)
     against an activation and its gradient on one link, in bf16. Compute grows with d², a dense message with d (SWARM's
@@ -84,8 +100,8 @@ def square_cube(gpu: GPU, link: Link, widths: Sequence[int], rank_of: int = 100,
         base = replace(base, train=replace(base.train, batch=1), compression=CompressionConfig(method="none"))
         dense = costs_by_formula(base, 257, gpu)
         thin = costs_by_formula(replace(base, compression=CompressionConfig(rank=max(1, width // rank_of))), 257, gpu)
-        seconds = [2 * (8 * c.forward_bytes / rate if rate else 0.0) for c in (dense, thin)]
-        rows.append((width, dense.forward[1] + dense.backward[1], *seconds))
+        wire = [8 * (costs.forward_bytes + costs.backward_bytes) / rate if rate else 0.0 for costs in (dense, thin)]
+        rows.append(Width(width, dense.forward[1] + dense.backward[1], *wire))
     return rows
 
 
@@ -94,14 +110,15 @@ def draw_widths(gpu: GPU, link: Link, path: str | Path, rank_of: int = 100) -> N
     widths = [2**power for power in range(8, 16)]
     rows = square_cube(gpu, link, widths, rank_of)
     figure, axes = _figure(7, 4.4)
-    lines = [
-        (1, f"compute of one layer ({gpu.name})", _COLOURS["backward"], "-"),
-        (2, "messages, dense", _MESSAGES["send_forward"], "-"),
-        (3, f"messages, {rank_of}x compressed", _COLOURS["forward"], "-"),
-    ]
-    for column, label, colour, style in lines:
-        axes.plot(widths, [row[column] for row in rows], style, color=colour, linewidth=2)
-        axes.annotate(label, (widths[-1], rows[-1][column]), xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
+    lines = {
+        f"compute of one layer ({gpu.name})": ([row.compute for row in rows], _COLOURS["backward"]),
+        "messages, dense": ([row.dense for row in rows], _MESSAGES["send_forward"]),
+        f"messages, {rank_of}x compressed": ([row.compressed for row in rows], _COLOURS["forward"]),
+    }
+    for label, (seconds, colour) in lines.items():
+        axes.plot(widths, seconds, color=colour, linewidth=2)
+        at = (widths[-1], seconds[-1])
+        axes.annotate(label, at, xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(widths, [f"{width:,}" for width in widths])

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import schedule
-from ..config import Config, ThinpipeError
+from ..config import Config
+from ..errors import ThinpipeError
 from ..lab import Link
 from .costs import GPU, Costs, costs_by_formula
-from .search import best_schedule, bound, few_warmups
+from .counts import Memory, message_bytes, parameters, saved_bytes, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes_per_token
+from .search import Name, best_schedule, bound, few_warmups
 from .simulation import Timeline, per_boundary, simulate
-from .sizes import message_bytes, saved_bytes, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes_per_token
 
 _CLOSE = 1.03  # fewer stages are preferred to a step that is this much shorter
 _THIN = 1.10  # the largest rank whose step is at most this much longer than with next to nothing on the wire
@@ -27,11 +28,12 @@ class Plan:
         seconds_per_step: of a steady step, tally and optimizer included; validation and saving are not.
         least_seconds_per_step: what no schedule can beat with these costs and links (search.bound).
         bound: what binds: the one of "compute", "bandwidth" and "latency" that would shorten the step most if it cost nothing.
-        memory_gb: by stage, in 1e9 bytes (sizes.stage_memory says what is assumed); fits: whether every stage fits the GPU.
+        memory_gb: by stage, in 1e9 bytes (counts.stage_memory says what is assumed); fits: whether every stage fits the GPU.
         wire_bytes_per_token: per boundary and direction; wire_bytes_forward, wire_bytes_backward: of a step, all boundaries.
         dense_seconds_per_step: the same model and schedule ("auto": its own best) with method "none" in bfloat16.
         days: for `tokens` tokens at tokens_per_s (all replicas together).
         parameters: trained numbers of the whole model.
+        memory: by stage and what it is for; timeline: of one step.
     """
 
     seconds_per_step: float
@@ -59,11 +61,12 @@ class Plan:
     why: str
     gpu: str
     parameters: int
+    memory: list[Memory]
     timeline: Timeline
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the timeline."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "timeline"}
+        """Everything but what memory is made of and the timeline."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("memory", "timeline")}
 
 
 def plan(
@@ -89,37 +92,30 @@ def plan(
     Raises ThinpipeError if links or vocabulary don't fit the config.
     """
     stages, micro_batches = config.pipeline.stages, config.pipeline.micro_batches
-    links = per_boundary(links, stages)
-    spec = config.spec(vocab)
-    measured = costs
-    costs = measured or costs_by_formula(config, vocab, gpu)
-    name, warmup, why = _schedule(config, vocab, costs, links, gpu)
+    links, spec = per_boundary(links, stages), config.spec(vocab)
+    ours = costs or costs_by_formula(config, vocab, gpu)
+    name, warmup, why = _schedule(config, vocab, ours, links, gpu)
     actions = schedule.actions(name, stages, micro_batches, warmup)
-    timeline = simulate(actions, costs, links)
-    dense_config = replace(config, compression=replace(config.compression, method="none", wire="bfloat16"))
-    dense_costs = _scaled(measured, config, dense_config, vocab, gpu)
-    dense_name, dense_warmup, _ = _schedule(dense_config, vocab, dense_costs, links, gpu)
-    dense = simulate(schedule.actions(dense_name, stages, micro_batches, dense_warmup), dense_costs, links)
+    timeline = simulate(actions, ours, links)
+    seconds, dense_seconds = timeline.seconds_per_step, _dense_seconds(config, vocab, links, gpu, costs)
     memory = memory_by_stage(config, vocab, gpu, [schedule.in_flight(stage_actions) for stage_actions in actions])
     batch_tokens = config.train.batch * spec.context * replicas
     tokens = config.train.steps * batch_tokens if tokens is None else tokens
     forward_bytes, backward_bytes = (size * micro_batches * (stages - 1) for size in message_bytes(config))
-    per_token, seconds = wire_bytes_per_token(config), timeline.seconds_per_step
-    everywhere = [stage_sizes(config, spec, stage) for stage in range(stages)]
-    twice = sum(m.size for m in everywhere[-1].matrices if m.kind == "embedding") if spec.tied and stages > 1 else 0
+    per_token = wire_bytes_per_token(config)
     return Plan(
         seconds_per_step=seconds,
-        least_seconds_per_step=bound(costs, links, micro_batches),
+        least_seconds_per_step=bound(ours, links, micro_batches),
         tokens_per_s=batch_tokens / seconds,
-        bound=what_binds(actions, costs, links, seconds),
-        memory_gb=[total / 1e9 for total in memory],
-        fits=max(memory) <= gpu.memory_gb * 1e9,
+        bound=what_binds(actions, ours, links, seconds),
+        memory_gb=[part.total / 1e9 for part in memory],
+        fits=max(part.total for part in memory) <= gpu.usable,
         wire_bytes_per_token=per_token,
         wire_bytes_forward=forward_bytes,
         wire_bytes_backward=backward_bytes,
         tied_bytes_per_step=tied_bytes_per_step(config, spec),
-        dense_seconds_per_step=dense.seconds_per_step,
-        speedup_vs_dense=dense.seconds_per_step / seconds,
+        dense_seconds_per_step=dense_seconds,
+        speedup_vs_dense=dense_seconds / seconds,
         compression=2.0 * spec.width / per_token,
         days=tokens * seconds / batch_tokens / 86400,
         tokens=tokens,
@@ -132,7 +128,8 @@ def plan(
         warmup=warmup,
         why=why,
         gpu=gpu.name,
-        parameters=sum(sizes.parameters for sizes in everywhere) - twice,
+        parameters=parameters(config, spec),
+        memory=memory,
         timeline=timeline,
     )
 
@@ -152,12 +149,11 @@ def what_binds(actions: Sequence[Sequence[schedule.Action]], costs: Costs, links
     return max(saved, key=lambda name: saved[name])
 
 
-def memory_by_stage(config: Config, vocab: int, gpu: GPU, in_flight: Sequence[int]) -> list[int]:
-    """Bytes on each stage that holds so many micro-batches in flight."""
+def memory_by_stage(config: Config, vocab: int, gpu: GPU, in_flight: Sequence[int]) -> list[Memory]:
+    """Memory of each stage that holds so many micro-batches in flight."""
     spec, bf16 = config.spec(vocab), gpu.uses_bf16(config.run.precision)
     return [
-        stage_memory(stage_sizes(config, spec, stage), config, held, bf16, int(gpu.fixed_gb * 1e9)).total
-        for stage, held in enumerate(in_flight)
+        stage_memory(stage_sizes(config, spec, stage), config, held, bf16, int(gpu.fixed_gb * 1e9)) for stage, held in enumerate(in_flight)
     ]
 
 
@@ -167,11 +163,11 @@ def in_flight_limits(config: Config, vocab: int, gpu: GPU) -> list[int]:
     limits = []
     for stage, empty in enumerate(memory_by_stage(config, vocab, gpu, [0] * config.pipeline.stages)):
         each = saved_bytes(stage_sizes(config, spec, stage), config.micro_batch, bf16, config.pipeline.recompute)
-        limits.append(int((gpu.memory_gb * 1e9 - empty) // each))
+        limits.append((gpu.usable - empty.total) // each)
     return limits
 
 
-def _schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[str, int | None, str]:
+def _schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[Name, int | None, str]:
     pipeline = config.pipeline
     if str(pipeline.schedule) != "auto":
         return pipeline.schedule, pipeline.warmup, "as configured"
@@ -182,18 +178,26 @@ def _schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], g
     return choice.schedule, choice.warmup, choice.why
 
 
-def _scaled(measured: Costs | None, config: Config, other: Config, vocab: int, gpu: GPU) -> Costs:
-    """Costs of another config: by formula, or those measured for `config` times the ratio of the formulas."""
-    theirs = costs_by_formula(other, vocab, gpu)
-    if measured is None:
-        return theirs
-    ours = costs_by_formula(config, vocab, gpu)
+def _dense_seconds(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, measured: Costs | None) -> float:
+    """A step of the same model with method "none" in bfloat16."""
+    dense = replace(config, compression=replace(config.compression, method="none", wire="bfloat16"))
+    costs = costs_by_formula(dense, vocab, gpu)
+    if measured is not None:
+        ours = costs_by_formula(config, vocab, gpu)
 
-    def scaled(name: str) -> tuple[float, ...]:
-        return tuple(m * t / o for m, t, o in zip(getattr(measured, name), getattr(theirs, name), getattr(ours, name), strict=True))
+        def scaled(name: str) -> tuple[float, ...]:
+            columns = (getattr(each, name) for each in (measured, costs, ours))
+            return tuple(m * d / o for m, d, o in zip(*columns, strict=True))
 
-    seconds = {name: scaled(name) for name in ("forward", "backward", "optimizer")}
-    return replace(theirs, **seconds, send_overhead=measured.send_overhead)
+        costs = replace(
+            costs,
+            forward=scaled("forward"),
+            backward=scaled("backward"),
+            optimizer=scaled("optimizer"),
+            send_overhead=measured.send_overhead,
+        )
+    name, warmup, _ = _schedule(dense, vocab, costs, links, gpu)
+    return simulate(schedule.actions(name, costs.stages, config.pipeline.micro_batches, warmup), costs, links).seconds_per_step
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ def suggest(
     found: list[tuple[float, Config]] = []
     for stages in _stage_counts(config, links, max_stages):
         best = min((seconds for seconds, _ in found), default=float("inf"))
-        found += _fastest(config, vocab, links, gpu, stages, enough=goal or _CLOSE * best)
+        found += _fastest(config, vocab, links, gpu, stages, enough=_CLOSE * best)
         if goal and any(seconds <= goal for seconds, _ in found):
             break
     if not found:
@@ -242,7 +246,7 @@ def suggest(
         )
     best = min(seconds for seconds, _ in found)
     enough = goal if goal and best <= goal else _CLOSE * best
-    seconds, chosen = min((each for each in found if each[0] <= enough), key=lambda each: (each[1].pipeline.stages, each[0]))
+    _, chosen = min((each for each in found if each[0] <= enough), key=lambda each: (each[1].pipeline.stages, each[0]))
     chosen = _with_schedule(_largest_rank(chosen, vocab, links, gpu, goal), vocab, links, gpu)
     planned = plan(chosen, vocab, links, gpu)
     reached = f"; the target of {tokens_per_s:,.0f} tokens/s is out of reach" if goal and planned.seconds_per_step > goal else ""
@@ -309,7 +313,7 @@ def _largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, g
         return replace(config, compression=replace(config.compression, rank=rank))
 
     width = config.sizes()["width"]
-    ranks = sorted({max(1, width >> shift) for shift in range(1, 9)}, reverse=True)
+    ranks = sorted({max(1, width >> shift) for shift in range(1, 9)} | {config.compression.rank}, reverse=True)
     most = goal if goal and seconds(config) <= goal else _THIN * seconds(with_rank(ranks[-1]))
     for rank in ranks:
         try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .. import schedule
-from ..config import ThinpipeError
+from ..errors import ThinpipeError
 from ..lab import Link
 from ..lab.paths import build_hops, is_star, route
 from .costs import Costs
 from .simulation import Timeline, per_boundary, simulate
+
+Name = Literal["wan", "gpipe", "1f1b"]
 
 _WARMUPS = 10  # depths tried between the shallowest and the deepest
 _TIE = 0.01  # schedules closer than this are equal; the one that holds less is taken
@@ -67,7 +69,7 @@ def bound(costs: Costs, links: Sequence[Link], micro_batches: int) -> float:
 class Choice(NamedTuple):
     """A schedule for pipeline.schedule and pipeline.warmup."""
 
-    schedule: str
+    schedule: Name
     warmup: int | None
     seconds_per_step: float
     makespan: float
@@ -76,7 +78,7 @@ class Choice(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    name: str
+    name: Name
     warmup: int | None
     held: tuple[int, ...]
     timeline: Timeline
@@ -106,7 +108,8 @@ def best_schedule(
     tried: dict[tuple[str, tuple[int, ...]], _Candidate] = {}
     refused = False
     depths = _warmups(costs, links, micro_batches) if warmups is None else warmups
-    for name, warmup in [("gpipe", None), ("1f1b", None), *(("wan", depth) for depth in depths)]:
+    orders: list[tuple[Name, int | None]] = [("gpipe", None), ("1f1b", None), *(("wan", depth) for depth in depths)]
+    for name, warmup in orders:
         if name == "1f1b" and micro_batches < stages:
             continue
         actions = schedule.actions(name, stages, micro_batches, warmup)
@@ -151,18 +154,11 @@ def few_warmups(costs: Costs, links: Sequence[Link], micro_batches: int) -> list
 
 
 def _why(chosen: _Candidate, tried: list[_Candidate], refused: bool) -> str:
-    def text(seconds: float) -> str:
-        return f"{seconds:.3g} s"
-
     if len(chosen.held) == 1:
         return "one stage: the order doesn't change its time, and wan holds one micro-batch"
-    rest = {
-        name: min((c.timeline.seconds_per_step for c in tried if c.name == name), default=math.inf)
-        for name in ("wan", "gpipe", "1f1b")
-        if name != chosen.name
-    }
-    against = " and ".join(f"{text(seconds)} with {name}" for name, seconds in rest.items() if seconds < math.inf)
-    held = f"{chosen.name} with warm-up {chosen.warmup}" if chosen.warmup else chosen.name
-    reason = "its receives are posted early and its warm-up covers the round trips" if chosen.name == "wan" else "deeper orders gain nothing"
-    memory = "; memory rules out deeper warm-ups" if refused else ""
-    return f"{held} takes {text(chosen.timeline.seconds_per_step)} a step{f', against {against}' if against else ''}: {reason}{memory}"
+    seconds = {name: min((c.timeline.seconds_per_step for c in tried if c.name == name), default=0.0) for name in ("wan", "gpipe", "1f1b")}
+    others = " and ".join(f"{time:.3g} s with {name}" for name, time in seconds.items() if time and name != chosen.name)
+    order = f"{chosen.name} with warm-up {chosen.warmup}" if chosen.warmup else chosen.name
+    takes = f"{order} takes {chosen.timeline.seconds_per_step:.3g} s a step{f', against {others}' if others else ''}"
+    reason = "receives posted early and this warm-up hide most of the delay" if chosen.name == "wan" else "a deeper order gains nothing"
+    return f"{takes}: {reason}{'; memory rules out others' if refused else ''}"

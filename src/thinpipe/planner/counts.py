@@ -8,12 +8,14 @@ Symbols: d width, k rank, h hidden width of the MLP, V vocabulary, T context (to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config import WIRE_BYTES, CompressionConfig, Config, ModelSpec
+from ..config import CompressionConfig, Config
+from ..sizes import ModelSpec
 
-ID_BYTES = 4  # token ids travel as int32
+_NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_ID_BYTES = 4  # token ids travel as int32
 _INTEGER_BITS = {"int8": 8, "int4": 4}
 _SCALE_BYTES = 4  # integers have one float32 scale per token
 _INDEX_BYTES = 2  # of a kept entry; enough for widths to 65,536
@@ -31,7 +33,7 @@ def wire_bytes(compression: CompressionConfig, width: int) -> int:
         # The payload travels in a carrier of two-byte numbers, hence an even count.
         size = 2 * math.ceil((numbers * _INTEGER_BITS[wire] / 8 + _SCALE_BYTES) / 2)
     else:
-        size = numbers * WIRE_BYTES[wire]
+        size = numbers * _NUMBER_BYTES[wire]
     return size + (_INDEX_BYTES * numbers if method == "topk" else 0)
 
 
@@ -39,7 +41,7 @@ def message_bytes(config: Config) -> tuple[int, int]:
     """Bytes of one micro-batch's message forward and backward; with data.source = "first" the ids ride forward."""
     sizes = config.sizes()
     payload = config.micro_batch * sizes["context"] * wire_bytes(config.compression, sizes["width"])
-    ids = config.micro_batch * (sizes["context"] + 1) * ID_BYTES if config.data.source == "first" else 0
+    ids = config.micro_batch * (sizes["context"] + 1) * _ID_BYTES if config.data.source == "first" else 0
     return payload + ids, payload
 
 
@@ -101,6 +103,7 @@ class StageSizes:
     rank: int
     static: int
     """Bytes of the static table."""
+    is_first: bool
     is_last: bool
     tied: bool
 
@@ -121,6 +124,11 @@ class StageSizes:
     def head(self) -> int:
         """Size of the (d, V) product at the model's end, tied or not."""
         return self.spec.width * self.spec.vocab if self.is_last else 0
+
+    @property
+    def lifts_table(self) -> bool:
+        """Whether the head is E + A_T U^T, which is made anew for every micro-batch."""
+        return self.is_last and self.tied and any(matrix.kind == "embedding" and matrix.coordinates for matrix in self.matrices)
 
 
 def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
@@ -160,6 +168,7 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         cuts=cuts,
         rank=rank,
         static=static_bytes(config, spec),
+        is_first=stage == 0,
         is_last=is_last,
         tied=spec.tied,
     )
@@ -176,6 +185,12 @@ def static_bytes(config: Config, spec: ModelSpec) -> int:
     return 2 * rows * spec.width
 
 
+def parameters(config: Config, spec: ModelSpec) -> int:
+    """Trained numbers of the whole model; a tied table counts once."""
+    whole = replace(config, pipeline=replace(config.pipeline, stages=1), compression=replace(config.compression, segments=config.segments))
+    return stage_sizes(whole, spec, 0).parameters
+
+
 def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, float]:
     """FLOPs of one micro-batch forward and backward.
 
@@ -187,11 +202,11 @@ def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, 
     tokens = micro_batch * spec.context
     products = 2.0 * tokens * (sizes.products + (sizes.head if sizes.tied else 0))
     attention = 2.0 * tokens * spec.context * spec.width * sizes.layers
-    reads = 2.0 * tokens * sizes.rank * spec.width * (2 * sizes.constrained + sizes.cuts)
-    if sizes.is_last and sizes.tied and any(matrix.coordinates for matrix in sizes.matrices):
-        reads += 2.0 * spec.vocab * sizes.rank * spec.width  # E + A_T U^T, the whole table
-    forward = products + attention + reads
-    return forward, 2 * (products + attention) + reads * (2 if recompute else 1)
+    reads = 4.0 * tokens * sizes.rank * spec.width * sizes.constrained
+    lifts = 2.0 * tokens * sizes.rank * spec.width * sizes.cuts
+    if sizes.lifts_table:
+        lifts += 2.0 * spec.vocab * sizes.rank * spec.width  # E + A_T U^T, the whole table
+    return products + attention + reads + lifts, 2 * (products + attention) + reads * (2 if recompute else 1) + lifts
 
 
 def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool) -> int:
@@ -201,7 +216,8 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
     two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w); the
     five matrices that read X keep a cast copy each in bf16 (10 d), or share one per norm in float32 (8 d); attention keeps
     queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU keeps four tensors of width h.
-    The last stage adds the final norm, the head's input and the float32 log-probabilities (4 V per token).
+    The first stage adds the ids, the last one the final norm, the head's input, float32 log-probabilities (4 V per token)
+    and the targets.
 
     Under bf16 each micro-batch also keeps its own bf16 copy of every matrix and basis that it multiplied with.
     CUDA's fused norm may keep 8 d less per layer and token than is counted here.
@@ -215,14 +231,16 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
         per_token += 2 * 4 * (sizes.rank * sizes.constrained + d * sizes.free) + (4 * d if sizes.static else 0)
     else:
         per_token += 2 * (8 * d + 4) * sizes.layers
+    if sizes.is_first:
+        per_token += 8
     if sizes.is_last:
         per_token += 8 * d + 4 + number * d + 4 * spec.vocab + 8
     copies = 0
     if bf16:
-        bases = sizes.cuts + (0 if recompute else 2 * sizes.constrained)
+        bases = sizes.cuts + sizes.lifts_table + (0 if recompute else 2 * sizes.constrained)
         copies = 2 * (sizes.products + (sizes.head if sizes.tied else 0) + bases * sizes.rank * d)
-    elif sizes.is_last and sizes.tied and sizes.static:
-        copies = 4 * sizes.head  # E + A_T U^T
+    elif sizes.lifts_table:
+        copies = 4 * sizes.head
     return micro_batch * spec.context * per_token + copies
 
 
@@ -265,7 +283,7 @@ def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, 
     working = tokens * ((10 + 2 * number) * spec.width + 4 * number * spec.hidden)
     if sizes.is_last:
         logits = tokens * spec.vocab * (6 if bf16 else 4)
-        table = 8 * sizes.head if sizes.tied and sizes.static else 0  # E and A_T U^T in float32 for a moment
+        table = 8 * sizes.head if sizes.lifts_table else 0  # E and A_T U^T in float32 for a moment
         working = max(working, logits + table)
     return Memory(
         weights=4 * sizes.parameters,

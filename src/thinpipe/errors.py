@@ -1,0 +1,46 @@
+"""What a user did wrong, in one or two lines; and the check of a value's type that configs and other JSON share."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from typing import Any, Literal
+
+
+class ThinpipeError(ValueError):
+    """Something the user can mend: one or two lines that name the field or file and the remedy."""
+
+
+def describe(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(json.dumps(choice) for choice in typing.get_args(kind))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(describe(k) for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {describe(typing.get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return value in args and isinstance(value, str)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, k) for k in args)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return False
+        return (
+            len(value) == len(args) and all(map(_fits, value, args)) if args[-1] is not Ellipsis else all(_fits(v, args[0]) for v in value)
+        )
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, kind)
+
+
+def check_type(value: Any, kind: Any, name: str) -> None:
+    if not _fits(value, kind):
+        raise ThinpipeError(f"{name} = {value!r} has the wrong type; give {describe(kind)}")

@@ -1,0 +1,418 @@
+"""The planner: timelines by hand, bounds, and counts that must equal what the model and the pipeline do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinpipe import planner, schedule
+from thinpipe.config import Config, from_dict, load
+from thinpipe.errors import ThinpipeError
+from thinpipe.lab import Link, parse_links
+from thinpipe.model import Stage, build_stages
+from thinpipe.optim import Optimizer
+from thinpipe.planner import Costs, best_schedule, bound, simulate
+from thinpipe.planner.counts import flops, saved_bytes, stage_sizes
+
+# Issue 4's case: 64 KiB messages, 80 Mbit/s, 25 ms one way, F = 20 ms, B = 40 ms, four stages, eight micro-batches.
+CASE = Costs.uniform(4, 0.02, 0.04, 65536)
+LINKS = parse_links("80mbit,25ms", 3)
+TAU, LAMBDA = 8 * 65536 / 80e6, 0.025
+RECIPE = Path(__file__).parents[1] / "recipes" / "llama-8b-4regions.toml"
+
+
+def run(name: str, costs: Costs, links: Any, micro_batches: int, warmup: int | None = None, steps: int = 2) -> planner.Timeline:
+    return simulate(schedule.actions(name, costs.stages, micro_batches, warmup), costs, links, steps)
+
+
+# Time
+
+
+def test_bound_of_issue_4() -> None:
+    by_hand = 8 * 0.06 + 3 * (0.06 + 2 * (TAU + LAMBDA))
+    assert bound(CASE, LINKS, 8) == pytest.approx(by_hand)
+    assert by_hand == pytest.approx(0.849, abs=5e-4)
+
+
+def test_bound_by_the_busiest_link() -> None:
+    costs = Costs.uniform(4, 0.02, 0.04, 1 << 20)
+    tau = 8 * (1 << 20) / 80e6
+    # Stage 2's downlink: in use once the first bit has come two hops and two forwards; sixteen messages later the last
+    # gradient is there, which needs three backwards and two hops more. (Its uplink needs 20 ms less.)
+    by_hand = (0.02 + tau + LAMBDA) + 0.02 + LAMBDA + 16 * tau + 3 * 0.04 + 2 * (tau + LAMBDA)
+    assert bound(costs, LINKS, 8) == pytest.approx(by_hand)
+
+
+def test_one_stage_is_its_compute() -> None:
+    for name in ("gpipe", "1f1b", "wan"):
+        timeline = run(name, Costs.uniform(1, 0.02, 0.04, 1000, optimizer=0.3), [], 8)
+        assert timeline.makespan == pytest.approx(8 * 0.06)
+        assert timeline.seconds_per_step == pytest.approx(8 * 0.06 + 0.3)
+        assert timeline.busy(0) == pytest.approx(1)
+
+
+def test_two_stages_without_network() -> None:
+    costs = Costs.uniform(2, 0.02, 0.04, 10**6)
+    for name in ("gpipe", "1f1b", "wan"):
+        assert run(name, costs, [Link()], 4).makespan == pytest.approx(5 * 0.06), name
+
+
+def test_delay_alone() -> None:
+    """Unlimited rate: one micro-batch goes down and back; a receive posted late costs the go-ahead's way as well."""
+    costs, links = Costs.uniform(2, 0.1, 0.2, 10**6), [Link(delay=0.03)]
+    assert run("wan", costs, links, 1).makespan == pytest.approx(0.1 + 0.03 + 0.1 + 0.2 + 0.03 + 0.2)
+    # Both receives are posted long before the payload is ready, so even gpipe's first micro-batch isn't late.
+    assert run("gpipe", costs, links, 1).makespan == pytest.approx(run("wan", costs, links, 1).makespan)
+    # The second activation waits at its sender: asked for at 0.23, when stage 1 has done its first forward.
+    late = run("gpipe", costs, links, 2)
+    arrival = next(row.end for row in late.rows if row.kind == "send_forward" and row.micro_batch == 1)
+    asked = next(row.end for row in late.rows if row.kind == "forward" and row.stage == 1 and row.micro_batch == 0)
+    assert arrival - asked == pytest.approx(2 * 0.03)
+
+
+def test_the_tally_costs_a_round_trip_and_the_first_activation_waits_for_its_receive() -> None:
+    costs, links = Costs.uniform(2, 0.01, 0.01, 8), [Link(delay=0.05)]
+    timeline = run("wan", costs, links, 1)
+    # Down and up: F, delay, F, B, delay, B; the tally's receive is posted at the end of the step, and its go-ahead and the
+    # sum take a delay each. The next step's first activation is asked for one delay after the total left.
+    assert timeline.makespan == pytest.approx(0.05 + 0.05 + 0.02 + 0.05 + 0.01)  # a cold start waits for the go-ahead too
+    assert timeline.seconds_per_step == pytest.approx(2 * 0.05 + (0.05 + 0.02 + 0.05 + 0.01) + 2 * 0.05)
+
+
+def test_bandwidth_bound_steps_take_bytes_over_rate() -> None:
+    micro_batches, tau = 32, 8e6 / 20e6
+    two, three = Costs.uniform(2, 1e-4, 1e-4, 10**6), Costs.uniform(3, 1e-4, 1e-4, 10**6)
+    # Full duplex: gradients come back while activations go out, one message behind.
+    timeline = run("wan", two, parse_links("20mbit,0ms", 1), micro_batches)
+    assert timeline.seconds_per_step == pytest.approx((micro_batches + 1) * tau, rel=2e-3)
+    # The middle stage's uplink carries an activation and a gradient of every micro-batch.
+    timeline = run("gpipe", three, parse_links("20mbit,0ms", 2), micro_batches)
+    assert 2 * micro_batches * tau <= timeline.seconds_per_step <= (2 * micro_batches + 3) * tau
+
+
+def test_connections_that_meet_share_a_hop() -> None:
+    """A middle stage's activation and gradient leave together: each gets half of the uplink."""
+    costs = Costs.uniform(3, 0.0, 0.0, 10**6)
+    shared = run("wan", costs, parse_links("8mbit,0ms", 2), 4).rows
+    assert max(row.end - row.start for row in shared) == pytest.approx(2)
+    apart = run("wan", costs, parse_links("8mbit,0ms/8mbit,1us", 2), 4).rows  # different links: each direction by itself
+    assert max(row.end - row.start for row in apart) == pytest.approx(1, abs=1e-4)
+
+
+def test_wan_beats_what_posts_late() -> None:
+    for size in (65536, 1 << 20):
+        costs = replace(CASE, forward_bytes=size, backward_bytes=size)
+        times = {name: run(name, costs, LINKS, 8).seconds_per_step for name in ("gpipe", "1f1b", "wan")}
+        assert times["wan"] < 0.7 * min(times["gpipe"], times["1f1b"])
+
+
+seconds = st.floats(1e-3, 1)
+rates = st.none() | st.floats(1e6, 1e9)
+links = st.builds(lambda up, down, delay: Link(up=up, down=down, delay=delay), rates, rates, st.floats(0, 0.5))
+
+
+@st.composite
+def cases(draw: st.DrawFn, star: bool | None = None) -> tuple[Costs, list[Link], int]:
+    stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    times = [tuple(draw(seconds) for _ in range(stages)) for _ in range(3)]
+    costs = Costs(*times, draw(st.integers(0, 10**6)), draw(st.integers(0, 10**6)), draw(st.sampled_from([0, 1000])))
+    star = draw(st.booleans()) if star is None else star
+    many = [draw(links)] * (stages - 1) if star else [draw(links) for _ in range(stages - 1)]
+    return costs, many, micro_batches
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from(["gpipe", "1f1b", "wan"]))
+def test_no_schedule_beats_the_bound(case: tuple[Costs, list[Link], int], name: str) -> None:
+    costs, links, micro_batches = case
+    timeline = run(name, costs, links, micro_batches)
+    least = bound(costs, links, micro_batches) * (1 - 1e-9)
+    assert timeline.makespan >= least and timeline.seconds_per_step >= least
+    assert all(0 <= timeline.busy(stage) <= 1 + 1e-9 for stage in range(costs.stages))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(star=False), st.floats(1, 3), st.sampled_from([None, 1]))
+def test_slower_never_helps(case: tuple[Costs, list[Link], int], factor: float, warmup: int | None) -> None:
+    """Receives posted early over links that nothing shares: the order of all messages is fixed."""
+    costs, links, micro_batches = case
+    depth = warmup and min(costs.stages, micro_batches)
+
+    def makespan(costs: Costs, links: list[Link]) -> float:
+        return run("wan", costs, links, micro_batches, depth).makespan * (1 + 1e-9)
+
+    before = makespan(costs, links) / (1 + 1e-9)
+    assert makespan(costs, [replace(link, delay=link.delay * factor) for link in links]) >= before
+    larger = {"forward_bytes": round(costs.forward_bytes * factor), "backward_bytes": round(costs.backward_bytes * factor)}
+    assert makespan(replace(costs, **larger), links) >= before
+    assert makespan(replace(costs, forward=tuple(factor * f for f in costs.forward)), links) >= before
+    assert micro_batches < costs.stages or before <= run("1f1b", costs, links, micro_batches).makespan * (1 + 1e-9) or not warmup
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.sampled_from(["gpipe", "1f1b", "wan"]), st.sampled_from([0.25, 2, 16]))
+def test_units_dont_matter(case: tuple[Costs, list[Link], int], name: str, unit: float) -> None:
+    costs, links, micro_batches = case
+    other = replace(costs, **{key: tuple(unit * t for t in getattr(costs, key)) for key in ("forward", "backward", "optimizer")})
+    slower = [Link(up=link.up and link.up / unit, down=link.down and link.down / unit, delay=link.delay * unit) for link in links]
+    here, there = run(name, costs, links, micro_batches), run(name, other, slower, micro_batches)
+    assert there.seconds_per_step == pytest.approx(unit * here.seconds_per_step, rel=1e-12)
+
+
+def test_steps_after_the_second_take_as_long() -> None:
+    for name, warmup in (("gpipe", None), ("1f1b", None), ("wan", 4), ("wan", 8)):
+        two, five = (run(name, replace(CASE, optimizer=(0.1, 0.2, 0, 0.3)), LINKS, 8, warmup, steps).seconds_per_step for steps in (2, 5))
+        assert two == pytest.approx(five)
+
+
+def test_a_tied_table_is_exchanged_before_the_tally() -> None:
+    links = parse_links("8mbit,10ms", 3)
+    without, with_table = (run("wan", replace(CASE, tied_bytes=size), links, 8).seconds_per_step for size in (0, 10**6))
+    assert 0.9 < with_table - without < 1.2
+
+
+# Schedules
+
+
+def test_best_schedule() -> None:
+    choice = best_schedule(CASE, LINKS, 8)
+    assert choice.schedule == "wan" and choice.warmup == 8
+    assert choice.makespan == pytest.approx(0.8543, abs=1e-4)  # 5 ms above the bound: the go-ahead of the first activation
+    assert "1f1b" in choice.why and "\n" not in choice.why
+    held = [schedule.in_flight(a) for a in schedule.actions("wan", 4, 8, choice.warmup)]
+    limited = best_schedule(CASE, LINKS, 8, limit=5)
+    assert limited.warmup == 5 < max(held) and limited.seconds_per_step > choice.seconds_per_step and "memory" in limited.why
+    with pytest.raises(ThinpipeError, match=r"stage 0 has memory for 2 .*recompute"):
+        best_schedule(CASE, LINKS, 8, limit=[2, 8, 8, 8])
+    assert best_schedule(Costs.uniform(1, 1, 1, 0), [], 4).schedule == "wan"
+    assert best_schedule(Costs.uniform(4, 1, 1, 0), LINKS, 2).schedule == "wan"  # 1f1b needs as many micro-batches as stages
+
+
+def test_long_delays_want_depths_beyond_the_micro_batches() -> None:
+    far = parse_links("80mbit,100ms", 7)
+    costs = Costs.uniform(8, 0.02, 0.04, 65536)
+    choice = best_schedule(costs, far, 16)
+    assert choice.warmup is not None and choice.warmup > 16
+    assert choice.seconds_per_step < 0.85 * run("wan", costs, far, 16).seconds_per_step
+
+
+# Counts
+
+
+def config(**groups: dict[str, Any]) -> Config:
+    return from_dict(tiny(**({"pipeline": {"stages": 4}} | groups))).check()
+
+
+MODELS = [
+    config(),
+    config(compression={"method": "none"}),
+    config(compression={"static": "gaussian"}, pipeline={"stages": 2}),
+    config(model={"tied": True}),
+    config(model={"tied": True}, compression={"method": "none"}),
+    config(pipeline={"stages": 3, "recompute": True}, optim={"hidden": "muon"}),
+]
+
+
+NAMES = ["subspace", "dense", "gaussian", "tied", "dense tied", "recompute, muon"]
+
+
+def inputs(config: Config, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a stage receives for a micro-batch, and its ids."""
+    tokens = torch.zeros(config.micro_batch, stage.spec.context + 1, dtype=torch.int64)
+    shape = (config.micro_batch, stage.spec.context, stage.method.wire_width)
+    return tokens if stage.is_first else torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True), tokens
+
+
+@pytest.mark.parametrize("config", MODELS, ids=NAMES)
+def test_parameters_moments_and_tables_are_the_models(config: Config) -> None:
+    spec = config.spec(300)
+    whole = 0
+    for number, stage in enumerate(build_stages(config, 300)):
+        sizes = stage_sizes(config, spec, number)
+        count = sum(p.numel() for p in stage.parameters())
+        assert sizes.parameters == count
+        repeated = spec.tied and number > 0 and stage.is_last
+        whole += count - (stage.embed.weight.numel() if repeated else 0)
+        memory = planner.stage_memory(sizes, config, 0, False, 0)
+        assert memory.weights == memory.gradients == 4 * count
+        table = getattr(stage.method, "table", None)
+        assert memory.static == (0 if table is None else sum(b.nbytes for b in table.buffers()))
+        optimizer = Optimizer(stage.roles(), config.optim, spec.width)
+        for p in stage.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step(0.0)
+        assert memory.moments == sum(t.nbytes for t in optimizer.state().values() if t.dim() > 0)
+    assert planner.parameters(config, spec) == whole
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
+@pytest.mark.parametrize("config", MODELS, ids=NAMES)
+def test_activations_are_what_autograd_keeps(config: Config, bf16: bool) -> None:
+    spec = config.spec(300)
+    for number, stage in enumerate(build_stages(config, 300)):
+        stage.bf16 = bf16
+        owned = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *stage.buffers())}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(t: torch.Tensor, owned: set[int] = owned, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            if t.untyped_storage().data_ptr() not in owned:
+                kept[t.untyped_storage().data_ptr()] = t
+            return t
+
+        received, tokens = inputs(config, stage)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            held = stage(received, tokens)
+        assert held is not None
+        counted = saved_bytes(stage_sizes(config, spec, number), config.micro_batch, bf16, config.pipeline.recompute)
+        if config.pipeline.recompute and config.compression.method == "subspace":
+            counted -= 4 * spec.width * config.micro_batch * spec.context  # E's rows are kept by a closure, not by autograd
+        assert sum(t.untyped_storage().nbytes() for t in kept.values()) == pytest.approx(counted, rel=0.02)
+
+
+def test_bytes_are_those_that_tests_dist_measures() -> None:
+    """The figures of tests/dist/test_pipeline_dist.py: 16 windows of 16 tokens, rank 8, three boundaries."""
+    for wire, number in (("bfloat16", 2), ("float32", 4)):
+        c = config(pipeline={"stages": 4}, compression={"wire": wire})
+        assert planner.message_bytes(c) == (2 * 16 * 8 * number,) * 2
+        assert planner.wire_bytes_per_token(c) == 8 * number
+        ids = replace(c, data=replace(c.data, source="first"))
+        forward, backward = planner.message_bytes(ids)
+        assert (8 * 3 * forward, 8 * 3 * backward) == (3 * 256 * 8 * number + 3 * 16 * 17 * 4, 3 * 256 * 8 * number)
+    dense = config(compression={"method": "none"})
+    assert planner.wire_bytes_per_token(dense) == 2 * 32
+    tied = config(model={"tied": True})
+    assert planner.tied_bytes_per_step(tied, tied.spec(300)) == 2 * 300 * 8 * 4
+    assert planner.tied_bytes_per_step(c, c.spec(300)) == 0
+
+
+@pytest.mark.parametrize("config", MODELS, ids=NAMES)
+def test_flops_are_the_products(config: Config) -> None:
+    """Against torch's own count of every stage's forward and backward."""
+    spec = config.spec(300)
+    for number, stage in enumerate(build_stages(config, 300)):
+        received, tokens = inputs(config, stage)
+        with FlopCounterMode(display=False) as forward:
+            out = stage(received, tokens)
+        with FlopCounterMode(display=False) as backward:
+            out.float().sum().backward()
+        sizes = stage_sizes(config, spec, number)
+        ours = flops(sizes, config.micro_batch, config.pipeline.recompute)
+        # Which torch doesn't count on the CPU.
+        attention = 2 * config.micro_batch * spec.context**2 * spec.width * sizes.layers
+        assert ours == (forward.get_total_flops() + attention, backward.get_total_flops() + 2 * attention)
+
+
+def test_memory_grows_with_what_is_in_flight_and_shrinks_with_recompute() -> None:
+    gpu = planner.find_gpu("L4")
+    llama = load(RECIPE)
+    again = replace(llama, pipeline=replace(llama.pipeline, recompute=True))
+    for one, many, less in zip(
+        planner.memory_by_stage(llama, 50257, gpu, [1] * 32),
+        planner.memory_by_stage(llama, 50257, gpu, [9] * 32),
+        planner.memory_by_stage(again, 50257, gpu, [9] * 32),
+        strict=True,
+    ):
+        assert many.activations == 9 * one.activations > less.activations
+        assert many.weights == one.weights
+    held = {name: max(m.total for m in planner.memory_by_stage(llama, 50257, gpu, in_flight(name))) for name in ("1f1b", "gpipe")}
+    assert held["gpipe"] > held["1f1b"]
+
+
+def in_flight(name: str) -> list[int]:
+    return [schedule.in_flight(a) for a in schedule.actions(name, 32, 32)]
+
+
+def test_gpus() -> None:
+    for name, gpu in planner.GPUS.items():
+        assert planner.find_gpu(name) is gpu and gpu.source
+        if name != "cpu":
+            assert (gpu.bf16 or 0) < 1000 and 8 <= gpu.float32 < 200 and 16 <= gpu.memory_gb <= 80 and 300 <= gpu.bandwidth < 4000
+            assert gpu.bf16 is None or gpu.bf16 > gpu.float32
+            # Tensor cores outgrow memory: some hundred FLOP per byte, none is off by a factor of ten.
+            assert 50 < 1e3 * (gpu.bf16 or 65) / gpu.bandwidth < 500
+    assert planner.find_gpu("rtx4090") is planner.find_gpu("4090") is planner.GPUS["RTX 4090"]
+    assert planner.find_gpu("t4").rate("auto") == planner.find_gpu("t4").rate("float32")
+    with pytest.raises(ThinpipeError, match=r"'L5' is unknown; use one of L4, "):
+        planner.find_gpu("L5")
+
+
+# Plans
+
+
+def test_plan_of_the_published_setting() -> None:
+    llama = load(RECIPE)
+    regions = parse_links("/".join((["350mbit,30ms", "160mbit,45ms", "60mbit,90ms", "250mbit,60ms"] * 8)[:31]), 31)
+    gpu = planner.find_gpu("L4")
+    plan = planner.plan(llama, 50257, regions, gpu, tokens=10**10, replicas=2)
+    keys = json.loads(json.dumps(plan.as_dict()))
+    for key in ("seconds_per_step", "tokens_per_s", "bound", "memory_gb", "wire_bytes_per_token", "dense_seconds_per_step"):
+        assert key in keys
+    assert keys["bound"] == "latency" and keys["fits"] and len(keys["memory_gb"]) == 32
+    assert plan.wire_bytes_per_token == 80 and plan.compression == pytest.approx(102.4)
+    assert plan.wire_bytes_forward == plan.wire_bytes_backward == 32 * 1024 * 80 * 31
+    assert 5 < plan.speedup_vs_dense < 15  # published: 13
+    assert plan.tokens_per_s == pytest.approx(2 * 32 * 1024 / plan.seconds_per_step)
+    assert plan.days == pytest.approx(1e10 / plan.tokens_per_s / 86400)
+    assert plan.least_seconds_per_step < plan.seconds_per_step
+
+
+def test_what_binds() -> None:
+    def binds(link: str, rank: int = 16) -> str:
+        c = from_dict({"compression": {"rank": rank}}).check()
+        return planner.plan(c, 4096, parse_links(link, 3), planner.GPUS["cpu"]).bound
+
+    assert binds("1gbit,0ms") == "compute"
+    assert binds("200kbit,0ms", 64) == "bandwidth"
+    assert binds("1gbit,900ms") == "latency"
+    assert planner.plan(config(pipeline={"stages": 1}), 300, [], planner.GPUS["cpu"]).bound == "compute"
+
+
+def test_measured_costs_and_auto() -> None:
+    c, gpu = Config(), planner.GPUS["cpu"]
+    measured = replace(planner.costs_by_formula(c, 4096, gpu), forward=(0.1,) * 4, backward=(0.2,) * 4)
+    plan = planner.plan(c, 4096, LINKS, gpu, costs=measured)
+    assert plan.seconds_per_step > 8 * 0.3 and plan.why == "as configured" and plan.tokens == 400 * 32 * 128
+    assert plan.dense_seconds_per_step > plan.seconds_per_step
+    again = planner.costs_by_formula(c, 4096, planner.calibrate(gpu, c, 4096, measured))
+    assert sum(again.forward + again.backward) == pytest.approx(sum(measured.forward + measured.backward))
+    auto = replace(c, pipeline=replace(c.pipeline, schedule="auto"))  # type: ignore[arg-type]
+    assert planner.plan(auto, 4096, LINKS, gpu).why.startswith("wan with warm-up")
+    with pytest.raises(ThinpipeError, match="2 links don't fit"):
+        planner.plan(c, 4096, LINKS[:2], gpu)
+
+
+def test_suggestions_fit() -> None:
+    c = from_dict({"model": {"preset": "llama-1b", "vocab": 32768}, "compression": {"rank": 256}, "train": {"batch": 16}}).check()
+    gpu, one = planner.find_gpu("L4"), parse_links("80mbit,25ms", 1)
+    best = planner.suggest(c, 32768, one, gpu, max_stages=8)
+    assert best.plan.fits and best.plan.stages <= 8 and max(best.plan.memory_gb) < 24
+    assert best.config.check().pipeline.warmup == best.plan.warmup
+    assert best.plan.tokens_per_s > planner.plan(c, 32768, one, gpu).tokens_per_s
+    few = planner.suggest(c, 32768, one, gpu, max_stages=8, tokens_per_s=best.plan.tokens_per_s / 3)
+    assert few.plan.stages <= best.plan.stages and few.plan.tokens_per_s >= best.plan.tokens_per_s / 3
+    assert few.plan.rank is not None and best.plan.rank is not None and few.plan.rank >= best.plan.rank
+    far = planner.suggest(c, 32768, one, gpu, max_stages=4, tokens_per_s=1e9)
+    assert "out of reach" in far.why
+    assert planner.suggest(c, 32768, parse_links("80mbit,25ms/40mbit,5ms/20mbit,9ms", 3), gpu).plan.stages == 4
+    small = replace(gpu, memory_gb=2.0)
+    with pytest.raises(ThinpipeError, match=r"no number of stages fits 2 GB"):
+        planner.suggest(c, 32768, one, small, max_stages=2)
+
+
+def test_plots(tmp_path: Path) -> None:
+    planner.draw_timeline(run("wan", replace(CASE, tied_bytes=1000), LINKS, 8), tmp_path / "step.png")
+    planner.draw_widths(planner.find_gpu("L4"), LINKS[0], tmp_path / "widths.png")
+    for name in ("step.png", "widths.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    rows = planner.square_cube(planner.find_gpu("L4"), LINKS[0], [4096, 8192])
+    assert rows[1].compute / rows[0].compute == pytest.approx(4, rel=0.1)  # d squared, attention apart
+    assert rows[1].dense / rows[0].dense == 2 and rows[0].dense / rows[0].compressed == pytest.approx(4096 / 40)
