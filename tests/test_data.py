@@ -110,6 +110,9 @@ def test_validation_covers_the_split_in_order_and_pads_the_last_batch() -> None:
     assert (batches[1][2] == PAD).all()
     assert sum((batch[:, 1:] != PAD).sum() for batch in batches) == 50
     assert len(list(in_memory(100, 10, val=55).validation(size=3, limit=1))) == 1
+    (spread,) = in_memory(100, 10, val=91).validation(size=3, limit=1)  # of nine windows the first, fourth and seventh
+    whole = np.concatenate(list(in_memory(100, 10, val=91).validation(size=3)))
+    assert np.array_equal(spread, whole[[0, 3, 6]])
     assert len(list(in_memory(100, 10, val=55).validation(size=3, limit=9))) == 2
     assert len(list(in_memory(100, 10, val=61).validation(size=3))) == 2
 

@@ -403,6 +403,8 @@ def test_suggestions_fit() -> None:
     far = planner.suggest(c, 32768, one, gpu, max_stages=4, tokens_per_s=1e9)
     assert "out of reach" in far.why
     assert planner.suggest(c, 32768, parse_links("80mbit,25ms/40mbit,5ms/20mbit,9ms", 3), gpu).plan.stages == 4
+    assert planner.suggest(c, 32768, one * 3, gpu, max_stages=8).config == best.config  # equal links are one for all
+    assert planner.suggest(from_dict({}).check(), 4096, [], gpu).plan.stages == 1
     small = replace(gpu, memory_gb=2.0)
     with pytest.raises(ThinpipeError, match=r"no number of stages fits 2 GB"):
         planner.suggest(c, 32768, one, small, max_stages=2)

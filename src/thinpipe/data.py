@@ -84,13 +84,15 @@ class Data:
     def validation(self, size: int, limit: int = 0) -> Iterator[np.ndarray]:
         """Windows of the validation split in order, (size, T + 1) int64 each, at most `limit` arrays (0: all).
 
-        The last array is filled up with rows of PAD, and so is the only window of a split shorter than one.
+        A limited validation takes windows evenly from the whole split: its first documents alone are a poor sample. The last
+        array is filled up with rows of PAD, and so is the only window of a split shorter than one.
         """
         windows = max(1, (len(self.val) - 1) // self.context)
-        batches = -(-windows // size)
-        for first in range(0, min(batches, limit or batches) * size, size):
+        taken = min(windows, limit * size) if limit else windows
+        chosen = [i * windows // taken for i in range(taken)]
+        for first in range(0, taken, size):
             rows = np.full((size, self.context + 1), PAD, np.int64)
-            for row, window in enumerate(range(first, min(first + size, windows))):
+            for row, window in enumerate(chosen[first : first + size]):
                 ids = self.val[window * self.context :][: self.context + 1]
                 rows[row, : len(ids)] = ids
             yield rows

@@ -86,6 +86,22 @@ def test_train_eval_and_again(tmp_path: Path, corpus: dict[str, Any]) -> None:
     evaluated = json.loads(out.splitlines()[-1])
     assert evaluated["val_loss"] == pytest.approx(result["val_loss"], rel=1e-5)
 
+    ask = ["generate", "runs/demo-1", "-p", "def f", "--new-tokens", "8", "--json"]
+    status, out, err = command(tmp_path, *ask)
+    assert status == 0, err
+    text = json.loads(out.splitlines()[-1])["text"]
+    assert text.startswith("def f") and len(text) > len("def f")
+    status, out, err = command(tmp_path, *ask, "--staged", "--stages", "2")
+    assert status == 0, err
+    assert json.loads(out.splitlines()[-1])["text"] == text and text in out.partition("{")[0]
+
+    status, out, err = command(tmp_path, "export", "runs/demo-1", "hf", "--json")
+    assert status == 0, err
+    exported = json.loads(out.splitlines()[-1])
+    assert exported["max_abs_logit_diff"] <= 1e-5 * max(1.0, exported["max_abs_logit"])
+    status, out, err = command(tmp_path, "report", "runs/demo-1", "--json")
+    assert status == 0 and all((tmp_path / file).stat().st_size > 5000 for file in json.loads(out.splitlines()[-1])["files"])
+
     status, out, err = command(tmp_path, "train", "--run.dir", "runs/demo-1", "--json")
     assert status == 0 and "finished" in err
     assert json.loads(out.splitlines()[-1]) == result

@@ -210,17 +210,14 @@ def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, 
 
 
 def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool) -> int:
-    """Bytes that autograd keeps for the backward pass of one micro-batch in flight.
+    """Bytes that autograd keeps for the backward pass of one micro-batch in flight, weight_copies included.
 
     Counted per token and layer from model.Block (a = 2 bytes in bf16, 4 in float32; w = width of the stream): each of the
     two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w); the
     five matrices that read X keep a cast copy each in bf16 (10 d), or share one per norm in float32 (8 d); attention keeps
     queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU keeps four tensors of width h.
     The first stage adds the ids, the last one the final norm, the head's input, float32 log-probabilities (4 V per token)
-    and the targets.
-
-    Under bf16 each micro-batch also keeps its own bf16 copy of every matrix and basis that it multiplied with.
-    CUDA's fused norm may keep 8 d less per layer and token than is counted here.
+    and the targets. CUDA's fused norm may keep 8 d less per layer and token than is counted here.
     """
     spec, d = sizes.spec, sizes.spec.width
     number = 2 if bf16 else 4
@@ -235,13 +232,16 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
         per_token += 8
     if sizes.is_last:
         per_token += 8 * d + 4 + number * d + 4 * spec.vocab + 8
-    copies = 0
-    if bf16:
-        bases = sizes.cuts + sizes.lifts_table + (0 if recompute else 2 * sizes.constrained)
-        copies = 2 * (sizes.products + (sizes.head if sizes.tied else 0) + bases * sizes.rank * d)
-    elif sizes.lifts_table:
-        copies = 4 * sizes.head
-    return micro_batch * spec.context * per_token + copies
+    return micro_batch * spec.context * per_token + weight_copies(sizes, bf16, recompute)
+
+
+def weight_copies(sizes: StageSizes, bf16: bool, recompute: bool) -> int:
+    """Bytes of what every micro-batch in flight keeps of the weights themselves: under autocast its own bf16 copy of each
+    matrix and basis it multiplied with; in float32 nothing but a tied head's E + A_T U^T."""
+    if not bf16:
+        return 4 * sizes.head if sizes.lifts_table else 0
+    bases = sizes.cuts + sizes.lifts_table + (0 if recompute else 2 * sizes.constrained)
+    return 2 * (sizes.products + (sizes.head if sizes.tied else 0) + bases * sizes.rank * sizes.spec.width)
 
 
 @dataclass(frozen=True)

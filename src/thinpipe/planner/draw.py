@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#999999", "tally": "#000000", "tied": "#CC79A7"}
 _MESSAGES = {"send_forward": "#0072B2", "send_backward": "#D55E00"}
-_SEEN_THROUGH = 0.55  # messages on their way at the same time show darker
+_SEEN_THROUGH = 0.7  # messages on their way at the same time show darker
 _INK = "#333333"
 
 
@@ -56,7 +56,8 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     axes.set_yticks(range(timeline.stages))
     axes.set_yticklabels([f"stage {s}  {100 * timeline.busy(s):.0f} %" for s in range(timeline.stages)])
     axes.set_xlabel("seconds")
-    axes.set_title(title or f"One step: {timeline.seconds_per_step:.3g} s (% of it that a stage computes)", loc="left", fontsize=10)
+    title = title or f"One step: {timeline.seconds_per_step:.3g} s; beside each stage the share of it that it computes"
+    axes.set_title(title, loc="left", fontsize=10)
     kinds = {row.kind for row in timeline.rows}
     names = {"send_forward": "activations", "send_backward": "gradients", "tied": "tied table", "tally": "tally"}
     handles = [

@@ -11,6 +11,7 @@ from .. import schedule
 from ..config import Config
 from ..errors import ThinpipeError
 from ..lab import Link
+from ..lab.paths import is_star
 from .costs import GPU, Costs, costs_by_formula
 from .counts import Memory, message_bytes, parameters, saved_bytes, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes_per_token
 from .search import Name, best_schedule, bound, few_warmups
@@ -226,12 +227,13 @@ def suggest(
     on the wire: a larger rank learns better (METHOD.md section 10), so none should be given away where the link is idle.
 
     Args:
-        links: one for all boundaries; with several, the number of stages is theirs.
+        links: one for all boundaries (equal ones count as one); with different ones, the number of stages is theirs.
         tokens_per_s: target.
         max_stages: GPUs at hand (None: as many as there are layers).
 
     Raises ThinpipeError if no number of stages fits the GPU's memory.
     """
+    links = links[:1] if is_star(links) else links
     goal = config.train.batch * config.sizes()["context"] / tokens_per_s if tokens_per_s else None
     found: list[tuple[float, Config]] = []
     for stages in _stage_counts(config, links, max_stages):
@@ -260,7 +262,7 @@ def suggest(
 
 def _stage_counts(config: Config, links: Sequence[Link], max_stages: int | None) -> list[int]:
     """Numbers of stages to try, rising: those that share the layers out evenly, and the config's own."""
-    if len(links) > 1:
+    if len(links) != 1:
         return [len(links) + 1]
     fixed = config.compression.segments is not None or bool(config.pipeline.layers_per_segment)
     parts = config.segments if fixed else config.sizes()["layers"]
