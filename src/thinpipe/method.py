@@ -118,7 +118,7 @@ class Subspace(Dense):
     def enter(self, c: torch.Tensor, segment: int) -> torch.Tensor:
         if segment < self.last:
             return c
-        x_BTD = c @ self.U_DK.T
+        x_BTD = (c @ self.U_DK.T).to(c.dtype)  # under autocast the product is bfloat16; the stream stays what it was
         if self.statistic is not None and x_BTD.requires_grad:
             x_BTD.register_hook(self.statistic.observe)
         return x_BTD
@@ -161,7 +161,8 @@ class GradientStatistic:
 
     def observe(self, G_BTD: torch.Tensor) -> None:
         G_ND = G_BTD.detach().flatten(0, -2).to(self.method.U_DK.dtype)
-        self._M_DK += G_ND.T @ (G_ND @ self.method.U_DK)
+        with torch.autocast(G_ND.device.type, enabled=False):
+            self._M_DK += G_ND.T @ (G_ND @ self.method.U_DK)
         self._square_norm += G_ND.square().sum()
 
     def captured(self) -> float:

@@ -285,8 +285,9 @@ class Stage(nn.Module):
     def initialise(self, seed: int) -> None:
         """Draw every weight from (seed, its name), so that the model doesn't depend on how it is cut.
 
-        Matrices: N(0, 1/in); those that write into the stream: the same over sqrt(2 layers), GPT-2's rule. Embedding
-        rows: the method's, else N(0, 1). Head: N(0, 1/d) (docs/LOG.md has the trials). A tied head keeps the
+        Matrices: N(0, 1/in); those that write into the stream: the same over sqrt(2 layers), GPT-2's rule, and where they
+        hold coordinates times sqrt(d/k), so that K numbers carry what D would. Embedding rows: the method's, else N(0, 1).
+        Head: N(0, 1/d) (docs/LOG.md has the trials). A tied head keeps the
         embedding's scale, so there the final gain starts at 1/d: the input token's own logit, |E[t]|^2 gain, is then of order one.
         """
         for name, parameter, role in self.roles():
@@ -300,6 +301,8 @@ class Stage(nn.Module):
             std = 1.0 if role.kind == "embedding" else parameter.shape[1] ** -0.5
             if name.endswith((".o.weight", ".down.weight")):
                 std /= math.sqrt(2 * self.spec.layers)
+                if role.coordinates is not None:
+                    std *= math.sqrt(self.spec.width / parameter.shape[role.coordinates])
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 

@@ -100,6 +100,7 @@ class Pipeline:
         self.stage, self.topology = stage, topology
         self.micro_batches, self.batch = config.micro_batches, micro_batch * config.micro_batches
         self.wire = Wire()
+        self._expected: dict[str, tuple[dist.Work, torch.Tensor]] = {}  # the tally's receives
         self.actions = schedule.actions(config.schedule, topology.stages, config.micro_batches, config.warmup)
         self._train = self._runtime(self.actions, micro_batch, self.wire)
         # Validation is not training traffic: a meter of its own that nobody reads.
@@ -155,7 +156,10 @@ class Pipeline:
         args, kwargs = self._arguments(tokens_BS)
         losses: list[torch.Tensor] = []
         dummy = torch.zeros(self.batch) if self.stage.is_last else None
-        self._train.step(*args, target=dummy, losses=losses, return_outputs=False, **kwargs)
+        self._expect_tally()
+        # One autocast around all micro-batches: they share one bfloat16 copy of each weight instead of holding one each.
+        with torch.autocast(self.stage.device.type, torch.bfloat16, enabled=self.stage.bf16):
+            self._train.step(*args, target=dummy, losses=losses, return_outputs=False, **kwargs)
         self._add_tied_gradients()
         return float(torch.stack([loss.detach().double() for loss in losses]).sum()) if losses else 0.0
 
@@ -182,19 +186,31 @@ class Pipeline:
         """Sum over all stages, on all stages. `own` is this stage's share without its gradients' norm."""
         here = self.topology
         squares = self._gradient_squares()
-        total = torch.zeros_like(own.tensor())
+        self._expect_tally()
+        total = own.tensor()
         if not here.is_last:
-            here.irecv(total, here.stage + 1, TALLY_TAG).wait()
-        total += own.tensor()
+            work, from_above = self._expected.pop("above")
+            work.wait()
+            total += from_above
         # One addition per parameter in the model's order: the norm is the same bits for any number of stages.
         for square in squares:
             total[0] += square
         if not here.is_first:
-            here.isend(total, here.stage - 1, TALLY_TAG).wait()
-            here.irecv(total, here.stage - 1, TALLY_TAG).wait()
+            sent = here.isend(total, here.stage - 1, TALLY_TAG)
+            work, total = self._expected.pop("below")
+            work.wait()
+            sent.wait()
         if not here.is_last:
             here.isend(total, here.stage + 1, TALLY_TAG).wait()
         return Tally.of(total)
+
+    def _expect_tally(self) -> None:
+        """Post the tally's receives when the step begins: Gloo moves nothing before, and a late one costs a delay."""
+        here = self.topology
+        for side, exists, peer in (("above", not here.is_last, here.stage + 1), ("below", not here.is_first, here.stage - 1)):
+            if exists and side not in self._expected:
+                buffer = Tally().tensor()
+                self._expected[side] = here.irecv(buffer, peer, TALLY_TAG), buffer
 
     def _gradient_squares(self) -> list[float]:
         """Squared norms of this stage's gradients in float64, last parameter first; a tied table counts on the first stage."""
