@@ -51,6 +51,7 @@ FIELDS = {
     },
     "optim": {"lr", "warmup", "decay", "weight_decay", "betas", "eps", "hidden", "clip"},
     "network": {"timeout"},
+    "plan": {"link", "gpu", "tokens"},
 }
 
 

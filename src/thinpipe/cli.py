@@ -91,6 +91,21 @@ class Export(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plan(Output, Config):
+    """Predict a run over given links: seconds per step, what binds, bytes, memory, days, beside the dense pipeline.
+
+    thinpipe plan [CONFIG.toml] [--link RATE,DELAY] [--group.field value ...]. Nothing runs: the schedule's own actions are simulated.
+    """
+
+    link: str | None = None
+    """Links, in place of plan.link: 80mbit,25ms, or one for each boundary joined by "/"."""
+    timeline: str | None = None
+    """Write the timeline of a step to this PNG file."""
+    suggest: bool = False
+    """Look for better stages, micro-batches and rank, and plan that instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report(Output):
     """Plot runs: loss against tokens and seconds, ranks of the writing matrices, moves of the subspace."""
 
@@ -200,6 +215,37 @@ def _export(args: Export) -> dict[str, Any]:
     return result
 
 
+def _plan(args: Plan) -> dict[str, Any]:
+    from .lab import parse_links
+    from .planner import draw_timeline, find_gpu, plan, suggest
+
+    config = _config(args).check()
+    text, where = (args.link, "--link") if args.link is not None else (config.plan.link, "plan.link")
+    links = parse_links(text, max(1, config.pipeline.stages - 1), where)
+    gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
+    suggestion = suggest(config, vocab, links, gpu) if args.suggest else None
+    planned = suggestion.plan if suggestion else plan(config, vocab, links, gpu, tokens=config.plan.tokens)
+    if args.timeline is not None:
+        draw_timeline(planned.timeline, args.timeline)
+    result = planned.as_dict()
+    if suggestion:
+        chosen = suggestion.config
+        result |= {"stages": chosen.pipeline.stages, "micro_batches": chosen.pipeline.micro_batches, "rank": chosen.compression.rank}
+    if not args.json:
+        _table(
+            f"{config.compression.method} over {text}, {gpu.name} per stage" + (f": {suggestion.why}" if suggestion else ""),
+            {
+                "step": f"{planned.seconds_per_step:.3f} s, {planned.tokens_per_s:,.0f} tokens/s; bound by {planned.bound}",
+                "no schedule can beat": f"{planned.least_seconds_per_step:.3f} s",
+                "dense": f"{planned.dense_seconds_per_step:.3f} s per step: {planned.speedup_vs_dense:.1f}x slower per step (not per loss)",
+                "wire": f"{planned.wire_bytes_per_token:g} bytes per token, boundary and direction",
+                "memory": ", ".join(f"{gb:.1f}" for gb in planned.memory_gb) + " GB by stage" + ("" if planned.fits else " - DOES NOT FIT"),
+                "time": f"{planned.days:,.1f} days",
+            },
+        )
+    return result
+
+
 def _report(args: Report) -> dict[str, Any]:
     from .report import report
 
@@ -218,6 +264,7 @@ COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]]
     "generate": (Generate, _generate),
     "export": (Export, _export),
     "report": (Report, _report),
+    "plan": (Plan, _plan),
 }
 
 

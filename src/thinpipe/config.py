@@ -178,6 +178,16 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    link: str = "80mbit,25ms"
+    """Links for `thinpipe plan`: RATE,DELAY one way; several joined by "/" are for the boundaries in turn."""
+    gpu: str = "L4"
+    """What each stage computes on, by name; an unknown name lists the known ones."""
+    tokens: int | None = None
+    """Tokens to train on, for the days that it takes (not given: those of train.steps)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -187,6 +197,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def segments(self) -> int:
@@ -333,6 +344,7 @@ def _check(config: Config) -> None:
     _positive(o, "optim", "warmup", "weight_decay", "clip", least=0)
     if not all(0 <= beta < 1 for beta in o.betas):
         raise ThinpipeError(f"optim.betas = {list(o.betas)} must each be in [0, 1)")
+    _positive(config.plan, "plan", "tokens")
     if not 0 < config.network.timeout < 86400:
         raise ThinpipeError(f"network.timeout = {config.network.timeout} must be above 0 and below 86400 seconds")
 
