@@ -102,7 +102,8 @@ def main() -> None:
             tokens = dense.stage.batch_tokens
             plain, ours, ratios = compare(plain_loop(dense), dense.train_step, arguments.rounds)
             print(
-                f"d = {width}, {layers} layers, dense, one stage: plain loop {tokens / plain:,.0f} tokens/s, thinpipe {tokens / ours:,.0f}; "
+                f"d = {width}, {layers} layers, dense, one stage: plain loop {tokens / plain:,.0f} tokens/s, "
+                f"thinpipe {tokens / ours:,.0f}; "
                 f"ratio {1 / median(ratios):.3f} (of pairs: {1 / ratios[-1]:.3f} to {1 / ratios[0]:.3f})"
             )
             subspace = trainer(f"subspace-{width}", "subspace", width, arguments.rank, layers)

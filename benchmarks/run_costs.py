@@ -1,7 +1,7 @@
 """What a checkpoint and a move of the subspace cost a run, in steps, and the share of training time at the default intervals.
 
-A checkpoint costs the copy inside the step and the writer's share of the cores behind it; a move costs the statistic in every step (measured
-as the ratio of steps with and without it) and the move itself, two evaluations of the batch included.
+A checkpoint costs the copy inside the step and the writer's share of the cores behind it; a move costs the statistic in every
+step (measured as the ratio of steps with and without it) and the move itself, two evaluations of the batch included.
 
     python benchmarks/run_costs.py [--preset small] [--rounds 9]
 """

@@ -112,6 +112,17 @@ def test_gradient_over_the_wire_is_G_U() -> None:
     assert torch.allclose(c.grad, seen[0] @ U, atol=1e-14)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
+def test_the_trainable_embedding_starts_at_a_multiple_of_E_U(start: float) -> None:
+    """METHOD.md 3.1: at 1 the stream begins as E (I + U U^T)."""
+    stage = build_stages(config(8, compression={"embedding_start": start}), VOCAB, [0])[0].double()
+    U = stage.method.U_DK  # type: ignore[union-attr]
+    E = stage.method.static(torch.arange(VOCAB), torch.float64)
+    assert torch.allclose(stage.embed.weight, start * E @ U, atol=1e-6)
+    x = stage.method.read(stage.embed(torch.arange(VOCAB)), E, 0)
+    assert torch.allclose(x, E @ (torch.eye(32, dtype=torch.float64) + start * U @ U.T), atol=1e-5)
+
+
 def test_k_equal_to_d_spans_everything() -> None:
     stage = build_stages(config(compression={"rank": 32, "segments": 2}), VOCAB)[0]
     assert math.isfinite(chain([stage], batch()).item())

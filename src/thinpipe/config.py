@@ -101,6 +101,8 @@ class CompressionConfig:
     """Static embedding: a full Gaussian table (V x d), or products of two small tables of signs (2 sqrt(V) x d)."""
     static_scale: float = 1.0
     """Standard deviation of the static embedding's entries."""
+    embedding_start: float = 0.25
+    """Start of the trainable embedding, times E U: its share of the static embedding (1: as published; 0: none)."""
     static_seed: int | None = None
     """Seed of the static embedding (not given: that of init_from's run, else run.seed)."""
     move_every: int = 500
@@ -115,7 +117,7 @@ class CompressionConfig:
 class PipelineConfig:
     stages: int = 4
     """Processes in a row, each holding some segments."""
-    micro_batches: int = 8
+    micro_batches: int = 4
     """Parts a batch is cut into, so that the stages work at the same time."""
     schedule: Literal["wan", "gpipe", "1f1b"] = "wan"
     """Order of compute and communication. wan: receives posted early, sends at once, deep warm-up."""
@@ -129,23 +131,23 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    steps: int = 400
+    steps: int = 480
     """Optimizer steps; warm-up and decay are laid out over them."""
     stop_at: int | None = None
     """End early after this step, as a stop would: save, and leave the decay unbent."""
-    batch: int = 32
+    batch: int = 16
     """Sequences per step."""
-    eval_every: int = 100
+    eval_every: int = 160
     """Steps between two validations (0: only at the end)."""
-    eval_batches: int = 8
+    eval_batches: int = 16
     """Validation batches at most (0: all)."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 160
     """Steps between two checkpoints (0: only at the end)."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every: int = 0
     """Keep every checkpoint whose step this divides (0: none)."""
-    watch_every: int = 100
+    watch_every: int = 80
     """Steps between two looks at the rank of the matrices that write into the stream (0: never)."""
     sample: str = "def "
     """Prompt of the sample text shown at the end (empty: no sample)."""
@@ -153,7 +155,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = 4e-3
+    lr: float = 6e-3
     """Peak learning rate."""
     warmup: int = 40
     """Steps of linear warm-up."""
@@ -313,6 +315,7 @@ def _check(config: Config) -> None:
             )
     if not c.static_scale > 0:
         raise ThinpipeError(f"compression.static_scale = {c.static_scale} must be above 0")
+    _positive(c, "compression", "embedding_start", least=0)
     if not 0 < c.move_step <= 0.5:
         raise ThinpipeError(f"compression.move_step = {c.move_step} must be in (0, 0.5]")
     _positive(c, "compression", "move_every", least=0)

@@ -99,6 +99,7 @@ class Subspace(Dense):
         super().__init__(spec)
         self.last = segments - 1
         self.rank, self.full_width = compression.rank, spec.width
+        self.embedding_start = compression.embedding_start
         self.wire_width = self.embedding_width = compression.rank
         self.embedding_role = Role("embedding", coordinates=1)
         self.table = subspace.StaticTable(compression.static, spec.vocab, spec.width, compression.static_scale, seed)
@@ -128,8 +129,8 @@ class Subspace(Dense):
         return static + (s @ self.U_DK.T if segment < self.last else s)
 
     def initial_embedding(self) -> torch.Tensor:
-        """E U, the paper's start (METHOD.md 3.1)."""
-        U_DK = self.U_DK.double()
+        """`embedding_start` times E U: 1 is the paper's (METHOD.md 3.1); a smaller one learned faster (docs/LOG.md)."""
+        U_DK = self.U_DK.double() * self.embedding_start
         ids = torch.arange(self.table.vocab, device=U_DK.device)
         return torch.cat([self.table(part, torch.float64) @ U_DK for part in ids.split(8192)])
 
