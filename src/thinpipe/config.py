@@ -91,7 +91,7 @@ class DataConfig:
 class CompressionConfig:
     method: Literal["none", "subspace"] = "subspace"
     """What a boundary sends: none = the full stream (d numbers a token); subspace = k coordinates."""
-    rank: int = 16
+    rank: int = 12
     """Rank k of the shared subspace: numbers per token that cross a boundary. d / k is the compression."""
     segments: int | None = None
     """Runs of layers between two cuts; belongs to the model (not given: pipeline.stages)."""
@@ -131,17 +131,17 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    steps: int = 480
+    steps: int = 560
     """Optimizer steps; warm-up and decay are laid out over them."""
     stop_at: int | None = None
     """End early after this step, as a stop would: save, and leave the decay unbent."""
     batch: int = 16
     """Sequences per step."""
-    eval_every: int = 160
+    eval_every: int = 200
     """Steps between two validations (0: only at the end)."""
-    eval_batches: int = 16
+    eval_batches: int = 12
     """Validation batches at most (0: all)."""
-    checkpoint_every: int = 160
+    checkpoint_every: int = 200
     """Steps between two checkpoints (0: only at the end)."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""

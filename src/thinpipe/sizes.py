@@ -37,7 +37,7 @@ def _spec(width: int, layers: int, heads: int, kv_heads: int, hidden: int, conte
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "demo": _spec(128, 4, 4, 4, 352, 128),
+    "demo": _spec(96, 4, 3, 3, 256, 128),
     "small": _spec(256, 8, 4, 4, 704, 256),
     "medium": _spec(512, 8, 8, 8, 1408, 512),
     "llama-160m": _spec(768, 12, 12, 12, 2048, 1024),
