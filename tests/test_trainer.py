@@ -11,9 +11,11 @@ import torch
 from conftest import tiny
 
 from thinpipe import launch
-from thinpipe.config import Config, ThinpipeError, from_dict
-from thinpipe.inference import evaluate
+from thinpipe.config import Config, ThinpipeError, from_dict, to_dict
+from thinpipe.inference import evaluate, load_run
+from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
+from thinpipe.publish import export_run
 from thinpipe.run import open_run, result_of
 from thinpipe.topology import connect
 from thinpipe.trainer import Result, Trainer
@@ -156,3 +158,46 @@ def test_a_poisoned_step_is_refused(tmp_path: Path, corpus: dict[str, Any], monk
     assert result.refused_steps == 1 and math.isfinite(result.val_loss)
     told = [event["loss"] for event in read_events(tmp_path / "run" / "metrics.jsonl") if event["event"] == "step"]
     assert told[2] is None and all(math.isfinite(loss) for loss in told[:2] + told[3:])
+
+
+def test_a_dense_run_starts_from_a_hugging_face_folder(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    dense = {"method": "none", "rank": 8, "segments": 8, "wire": "float32"}
+    source = config(tmp_path / "source", corpus, compression=dense)
+    before = run(source)
+    export_run(tmp_path / "source", tmp_path / "hf")
+    initial = {"init_from": str(tmp_path / "hf"), "context": 16}
+    values = {group: vars(getattr(source, group)) for group in ("data", "pipeline", "optim")}
+    values = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in f.items() if v is not None} for group, f in values.items()}
+    again = from_dict(values | {"model": initial, "compression": dense, "train": vars(source.train) | {"stop_at": None, "steps": 1}})
+    values = to_dict(again)
+    values["run"]["dir"] = str(tmp_path / "again")
+    opened, folder, _ = open_run(from_dict(values))
+    assert opened.data.tokenizer == str(tmp_path / "hf" / "tokenizer.json")
+    with connect(30) as alone:
+        trainer = Trainer(opened, alone, folder)
+        trained = load_run(tmp_path / "source").stage.weights()
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in trainer.stage.weights().items())
+        assert trainer.evaluate() == pytest.approx(before.val_loss, rel=1e-5)
+        trainer.metrics.close()
+    with pytest.raises(ThinpipeError, match=r"model\.init_from starts a dense model"):
+        from_dict(tiny(model=initial)).check()
+
+
+def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    groups: dict[str, Any] = {"compression": {"move_every": 2, "segments": 8, "rank": 8}}
+    run(config(tmp_path / "source", corpus, **groups))
+    warm = {"compression": groups["compression"] | {"init_from": str(tmp_path / "source")}}
+    opened, folder, _ = open_run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5}))
+    assert opened.static_seed == 0 and opened.run.seed == 5
+    with connect(30) as alone:
+        trainer = Trainer(opened, alone, folder)
+        trainer.metrics.close()
+    theirs = load_run(tmp_path / "source").stage.method
+    method = trainer.stage.method
+    assert isinstance(method, Subspace) and isinstance(theirs, Subspace)
+    assert torch.equal(method.U_DK, theirs.U_DK) and method.digest() == theirs.digest()
+    start = method.table(torch.arange(method.table.vocab), torch.float32) @ method.U_DK * method.embedding_start
+    assert torch.allclose(trainer.stage.embed.weight, start, atol=1e-5)
+    for field, value in (("rank", 4), ("method", "none")):
+        with pytest.raises(ThinpipeError, match=rf"compression\.{field}"):
+            open_run(config(tmp_path / field, corpus, compression=warm["compression"] | {field: value}))
