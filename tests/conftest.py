@@ -22,7 +22,7 @@ TINY: dict[str, dict[str, Any]] = {
     "compression": {"rank": 8, "segments": 8},
     "pipeline": {"stages": 1, "micro_batches": 8},
     "train": {"steps": 6, "batch": 16, "eval_every": 3, "eval_batches": 2, "checkpoint_every": 0, "sample": ""},
-    "optim": {"warmup": 2},
+    "optim": {"warmup": 2, "lr": 4e-3},
     "network": {"timeout": 30.0},
 }
 

@@ -127,7 +127,8 @@ def test_other_sizes(tmp_path: Path, layers: int, looks: int) -> None:
 
 def test_labels(tmp_path: Path) -> None:
     """Names no longer than they must be; compression from the result, else from the bytes, else the rank."""
-    sent = {"wire_forward": 32 * 4096 * 3, "wire_backward": 32 * 4096 * 3}
+    width, tokens = Config().sizes()["width"], 4096  # those of a step in `steps`
+    sent = {"wire_forward": width // 4 * tokens * 3, "wire_backward": width // 4 * tokens * 3}  # d / 8 numbers of two bytes
     measured = write(tmp_path / "a" / "run", [start(stages=4), *steps(3, **sent)])
     unknown = write(tmp_path / "b" / "run", [start(), *steps(3)])
     bare = write(tmp_path / "c" / "run", steps(3, **sent))
@@ -135,7 +136,7 @@ def test_labels(tmp_path: Path) -> None:
     foreign["config"]["model"] = {"brain": 7}
     other = write(tmp_path / "d" / "run", [foreign, *steps(3, **sent)])
     runs = read_runs([measured, unknown, measured / ".." / "run", bare, other])
-    assert [run.label for run in runs] == ["a/run · subspace 8×", "b/run · subspace rank 16", "c/run", "d/run · subspace rank 16"]
+    assert [run.label for run in runs] == ["a/run · subspace 8×", "b/run · subspace rank 12", "c/run", "d/run · subspace rank 12"]
     long = write(tmp_path / ("x" * 200), [start(), *steps(3), ranks(1, 2)])
     assert len(read_runs([long])[0].label) < 60
     assert [name for name, _ in figures(read_runs([unknown, long]))][-1].startswith("ranks-xx")

@@ -59,7 +59,7 @@ def test_micro_batches_do_not_change_the_gradient(tmp_path: Path, corpus: dict[s
     """FIELD.md kind 3: the same data in one part or in eight."""
     for micro_batches in (1, 8):
         run(config(tmp_path / str(micro_batches), corpus, pipeline={"stages": 1, "micro_batches": micro_batches}))
-    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "8"), rel=1e-4)
 
 
 def test_numbers_are_right(tmp_path: Path, corpus: dict[str, Any]) -> None:
