@@ -136,7 +136,7 @@ def test_labels(tmp_path: Path) -> None:
     foreign["config"]["model"] = {"brain": 7}
     other = write(tmp_path / "d" / "run", [foreign, *steps(3, **sent)])
     runs = read_runs([measured, unknown, measured / ".." / "run", bare, other])
-    assert [run.label for run in runs] == ["a/run · subspace 8×", "b/run · subspace rank 12", "c/run", "d/run · subspace rank 12"]
+    assert [run.label for run in runs] == ["a/run · subspace 8×", "b/run · subspace rank 16", "c/run", "d/run · subspace rank 16"]
     long = write(tmp_path / ("x" * 200), [start(), *steps(3), ranks(1, 2)])
     assert len(read_runs([long])[0].label) < 60
     assert [name for name, _ in figures(read_runs([unknown, long]))][-1].startswith("ranks-xx")
