@@ -74,12 +74,12 @@ def compare(a: Callable[[int], Any], b: Callable[[int], Any], rounds: int) -> tu
     return median(x for x, _ in pairs), median(y for _, y in pairs), sorted(y / x for x, y in pairs)
 
 
-def peak_mb(method: str, static: str, vocab: int, width: int) -> float:
+def static_mb(static: str, vocab: int, width: int) -> float:
     """Resident memory (MB) that building the static embedding of one stage adds, in a process of its own."""
     code = (
         "import resource, torch; from thinpipe.subspace import StaticTable;"
         "before = int(open('/proc/self/statm').read().split()[1]);"
-        f"table = StaticTable({static!r}, {vocab}, {width}, 1.0, 0) if {method == 'subspace'} else None;"
+        f"table = StaticTable({static!r}, {vocab}, {width}, 1.0, 0);"
         "print((int(open('/proc/self/statm').read().split()[1]) - before) * resource.getpagesize() / 1e6)"
     )
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -114,7 +114,7 @@ def main() -> None:
             )
             del dense, subspace
     for static in ("gaussian", "factored"):
-        print(f"static embedding, {static}, V = 50,257, d = 4096: {peak_mb('subspace', static, 50_257, 4096):,.1f} MB per stage")
+        print(f"static embedding, {static}, V = 50,257, d = 4096: {static_mb(static, 50_257, 4096):,.1f} MB per stage")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Legend: B sequences, S = context + 1 tokens of a window, T context, W numbers pe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,11 @@ class Tally:
     written: float = 0.0
     failed: float = 0.0
     energy: float = 0.0
+
+    @property
+    def norm(self) -> float:
+        """Global gradient norm; NaN where a gradient is."""
+        return math.sqrt(self.square_norm) if self.square_norm >= 0 else math.nan
 
     def tensor(self) -> torch.Tensor:
         return torch.tensor(list(vars(self).values()), dtype=torch.float64)

@@ -154,12 +154,11 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self.pipeline.step(self.batch(step))
         total = self.pipeline.tally(self._own_tally(loss))
-        norm = math.sqrt(total.square_norm) if total.square_norm >= 0 else math.nan
-        if math.isfinite(norm) and math.isfinite(total.loss):
+        if math.isfinite(total.norm) and math.isfinite(total.loss):
             watched = config.train.watch_every and (step + 1) % config.train.watch_every == 0
             if watched:
                 self.watch.before_step()
-            self.optimizer.step(learning_rate(config.optim, config.train, step), clip_scale(norm, config.optim.clip))
+            self.optimizer.step(learning_rate(config.optim, config.train, step), clip_scale(total.norm, config.optim.clip))
             if watched:
                 self._report_ranks(step + 1)
             if self.statistic is not None:
@@ -340,12 +339,11 @@ class Trainer:
     def _report(self, total: Tally, seconds: float) -> None:
         config, tokens = self.config, self.stage.batch_tokens
         lr = learning_rate(config.optim, config.train, self.done_steps - 1)
-        norm = math.sqrt(total.square_norm) if total.square_norm >= 0 else math.nan
         self.metrics.event(
             "step",
             step=self.done_steps,
             loss=total.loss,
-            norm=norm,
+            norm=total.norm,
             lr=lr,
             seconds=seconds,
             tokens=self.done_steps * tokens,

@@ -77,9 +77,8 @@ def pipelined(
     needs = config.data.source == "local" or topology.is_first
     loss = pipeline.step(tokens_BS if needs else None)
     total = pipeline.tally(Tally(loss=loss))
-    norm = math.sqrt(total.square_norm)
-    own = {name: p.grad.double().cpu() * clip_scale(norm, clip) for name, p, _ in stage.roles() if p.grad is not None}
-    return Outcome(total.loss, _gather(own, topology), norm)
+    own = {name: p.grad.double().cpu() * clip_scale(total.norm, clip) for name, p, _ in stage.roles() if p.grad is not None}
+    return Outcome(total.loss, _gather(own, topology), total.norm)
 
 
 def _place(stage: Stage, config: Config, dtype: torch.dtype, local_rank: int) -> Stage:
