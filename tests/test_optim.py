@@ -72,7 +72,7 @@ def literal_training(steps: int) -> dict[str, torch.Tensor]:
     )
     for step in range(steps):
         plain.zero_grad()
-        plain(tokens(step), tokens(step)).backward()
+        plain(None, tokens(step)).backward()
         others.step()
         with torch.no_grad():
             for name, parameter, _ in plain.roles():
@@ -91,7 +91,7 @@ def coordinates_training(steps: int, lr: float = LR, width: int | None = None) -
     optimizer = Optimizer(stage.roles(), options, width or stage.spec.width)
     for step in range(steps):
         optimizer.zero_grad()
-        stage(tokens(step), tokens(step)).backward()
+        stage(None, tokens(step)).backward()
         optimizer.step(lr)
     full = {}
     for name, parameter, role in stage.roles():
@@ -143,7 +143,7 @@ def test_free_parameters_equal_torch(hidden: str) -> None:
     for step in range(5):
         for model in (ours, theirs):
             model.zero_grad()
-            model(tokens(step), tokens(step)).backward()
+            model(None, tokens(step)).backward()
         optimizer.step(LR)
         for part in reference:
             part.step()
@@ -166,7 +166,7 @@ def test_a_move_within_the_same_span_changes_nothing(hidden: str) -> None:
                 stage.method.U_DK.copy_(old @ turn)
                 optimizer.transport(subspace.transport(subspace.orthonormal(old), subspace.orthonormal(stage.method.U_DK)))
             optimizer.zero_grad()
-            loss = stage(tokens(step), tokens(step))
+            loss = stage(None, tokens(step))
             loss.backward()
             run.append(loss.item())
             optimizer.step(LR)
@@ -180,13 +180,13 @@ def test_state_goes_out_and_in() -> None:
     a, b = (Optimizer(stage.roles(), OptimConfig(hidden="muon"), 32) for stage in (first, second))
     for step in range(3):
         a.zero_grad()
-        first(tokens(step), tokens(step)).backward()
+        first(None, tokens(step)).backward()
         a.step(LR)
     second.load_state_dict(first.state_dict())
     b.load({name: value.clone() for name, value in a.state().items()})
     for stage, optimizer in ((first, a), (second, b)):
         optimizer.zero_grad()
-        stage(tokens(9), tokens(9)).backward()
+        stage(None, tokens(9)).backward()
         optimizer.step(LR)
     for (name, p, _), (_, q, _) in zip(first.roles(), second.roles(), strict=True):
         assert torch.equal(p, q), name

@@ -124,7 +124,7 @@ def small_stage(method: str) -> Stage:
 def backward(stage: Stage, seed: int) -> None:
     stage.zero_grad()
     tokens_BS = torch.randint(300, (4, 17), generator=torch.Generator().manual_seed(seed))
-    stage(tokens_BS).backward()
+    stage(None, tokens_BS).backward()
 
 
 @pytest.mark.parametrize("method", ["none", "subspace"])

@@ -69,20 +69,21 @@ def _round(
     stage: Stage, here: Topology, ids_BN: torch.Tensor, cache: KVCache, temperature: float, top_p: float, generator: torch.Generator
 ) -> torch.Tensor:
     """One pass of N new tokens through all stages; the picked ids (B,) on every stage."""
-    received = None
+    codec, c_BNW = stage.codec, None
     if not here.is_first:
-        received = torch.empty(*ids_BN.shape, stage.method.wire_width, dtype=stage.codec.dtype)
-        here.irecv(received, here.stage - 1, DECODE_TAG).wait()
-        received = received.to(stage.device)
+        wire = torch.empty(*ids_BN.shape, codec.wire_bytes(stage.method.wire_width), dtype=torch.uint8)
+        here.wait(here.irecv(wire, here.stage - 1, DECODE_TAG), here.stage - 1)
+        c_BNW = codec.decode(wire.to(stage.device), stage.dtype)
     ids_on_device = ids_BN.to(stage.device)
-    s = stage.run(received, ids_on_device, cache)
+    s = stage.run(c_BNW, ids_on_device, cache)
     picked = torch.empty(ids_BN.shape[0], dtype=torch.int64)
+    last = here.stages - 1
     if here.is_last:
         picked = pick(stage.logits(s[:, -1:], ids_on_device[:, -1:])[:, 0], temperature, top_p, generator).cpu()
-        works = [here.isend(picked, other, DECODE_TAG) for other in range(here.stages - 1)]
+        works = [(here.isend(picked, other, DECODE_TAG), other) for other in range(last)]
     else:
-        sent = s.cpu().contiguous()
-        works = [here.isend(sent, here.stage + 1, DECODE_TAG), here.irecv(picked, here.stages - 1, DECODE_TAG)]
-    for work in works:
-        work.wait()
+        sent = codec.encode(s).cpu()
+        works = [(here.isend(sent, here.stage + 1, DECODE_TAG), here.stage + 1), (here.irecv(picked, last, DECODE_TAG), last)]
+    for work, peer in works:
+        here.wait(work, peer)
     return picked

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from .codecs import Cast, make_codec
+from .codecs import Codec, cross, make_codec
 from .config import Config, ModelSpec
 from .data import PAD
 from .method import Dense, Role, Subspace, make_method
@@ -168,7 +168,7 @@ class Stage(nn.Module):
         method: Dense,
         segments: Sequence[int],
         layers_of_segments: Sequence[range],
-        codec: Cast,
+        codec: Codec,
         batch_tokens: int,
         *,
         ids_travel: bool = False,
@@ -204,37 +204,33 @@ class Stage(nn.Module):
         """Type of the parameters and of the stream."""
         return self.rope.cos_TE.dtype
 
-    def forward(self, received: torch.Tensor, tokens_BS: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, c_BTW: torch.Tensor | None, tokens_BS: torch.Tensor) -> torch.Tensor:
         """One micro-batch through the stage; S = T + 1, inputs and targets overlap by T.
 
         Args:
-            received: the first stage: tokens (B, S); the others: what crossed the boundary, in host memory.
-            tokens_BS: integer ids, PAD where there is none; the first stage needs none.
+            c_BTW: what crossed the cut before this stage, decoded; None on the first stage.
+            tokens_BS: integer ids, PAD where there is none.
 
-        Returns what crosses the next boundary (with the ids, if they are sent), or the last stage's share of the loss.
+        Returns what is to cross the next cut, (B, T, W), or the last stage's share of the loss.
         """
-        if tokens_BS is None:
-            assert self.is_first
-            tokens_BS = received
         ids_BT = tokens_BS[:, :-1].to(self.device)
-        s = self.run(None if self.is_first else received.to(self.device), ids_BT)
-        if self.is_last:
-            logits_BTV = self.logits(s, ids_BT)
-            targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
-            total = F.cross_entropy(logits_BTV.flatten(0, 1).to(self.dtype), targets_BT.flatten(), ignore_index=PAD, reduction="sum")
-            return total / self.batch_tokens
-        sent = s.cpu()
-        return (sent, tokens_BS.to("cpu", torch.int32)) if self.sends_ids else sent
+        s = self.run(c_BTW, ids_BT)
+        if not self.is_last:
+            return s
+        logits_BTV = self.logits(s, ids_BT)
+        targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
+        total = F.cross_entropy(logits_BTV.flatten(0, 1).to(self.dtype), targets_BT.flatten(), ignore_index=PAD, reduction="sum")
+        return total / self.batch_tokens
 
-    def run(self, received: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        """Through all segments: from what crossed the cut before (None: from the ids) to what crosses the next one, in
-        the wire's format; for the last stage to its final state, (B, T, W)."""
+    def run(self, c_BTW: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """Through all segments: from what crossed the cut before (None: from the ids) to what is to cross the next one;
+        for the last stage to its final state, (B, T, W)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            return self._run(received, ids_BT.clamp(min=0), cache)
+            return self._run(c_BTW, ids_BT.clamp(min=0), cache)
 
-    def _run(self, received: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+    def _run(self, c: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
         static_BTD = self.method.static(ids_BT, self.dtype)
-        c = self.embed(ids_BT) if received is None else self.codec.decode(received, self.dtype)
+        c = self.embed(ids_BT) if c is None else c
         for segment in self.segments:
             s = self.method.enter(c, segment)
 
@@ -246,9 +242,9 @@ class Stage(nn.Module):
             if segment == len(self.layers_of_segments) - 1:
                 c = s
             else:
-                wire = self.codec.encode(self.method.leave(s, segment))
-                # A cut inside a stage rounds as one between stages does: the model doesn't depend on the stages.
-                c = wire if segment == self.segments[-1] else self.codec.decode(wire, self.dtype)
+                c = self.method.leave(s, segment)
+                if segment != self.segments[-1]:
+                    c = cross(c, self.codec)
         if cache is not None:
             cache.length += ids_BT.shape[1]
         return c

@@ -1,43 +1,29 @@
-"""Stages joined into a pipeline: schedule tuples become torch actions, boundaries become Gloo messages.
+"""Stages joined into a pipeline: a stage works off its schedule's actions; boundaries are Gloo messages.
 
-The only user of torch's private pipelining names (torch 2.13; a test compares with ScheduleGPipe bit for bit). One stage
-is a pipeline of one: the same code, no neighbour.
+torch's own interpreter of such lists can't post a receive before its step begins, and Gloo moves no byte before that;
+hence the few lines of `_Passage`. A test compares gradients with torch's ScheduleGPipe bit for bit. One stage is a
+pipeline of one: the same code, no neighbour.
 
-Legend: B sequences, S = context + 1 tokens of a window, T context, W numbers per token on the wire.
+Legend: B sequences, S = context + 1 tokens of a window, T context, W numbers per token at a cut.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from . import schedule
 from .config import PipelineConfig
 from .data import PAD
 from .method import Subspace
 from .model import Stage
-from .topology import TALLY_TAG, TIED_TAG, Topology
-
-_TORCH_KIND = {
-    "forward": _ComputationType.FORWARD,
-    "backward": _ComputationType.FULL_BACKWARD,
-    "recv_forward": _ComputationType.RECV_F,
-    "recv_backward": _ComputationType.RECV_B,
-    "send_forward": _ComputationType.SEND_F,
-    "send_backward": _ComputationType.SEND_B,
-}
-
-# On a failure the runtime logs the whole schedule; the error itself says what a user needs.
-logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+from .schedule import Action
+from .topology import EVALUATE_TAG, STEP_TAG, TALLY_TAG, TIED_TAG, Topology
 
 
 @dataclass
@@ -48,20 +34,116 @@ class Wire:
     backward: int = 0
 
 
-class _MeteredStage(PipelineStage):
-    """A torch stage that counts the bytes of the tensors it sends."""
+class _Passage:
+    """One batch on its way through a stage: the messages under way and what a backward needs of its forward.
 
-    wire: Wire
+    A message is the codec's bytes of a micro-batch, forward with the token ids behind them where these travel.
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops = super().get_fwd_send_ops(fwd_chunk_id)
-        self.wire.forward += sum(op.tensor.nbytes for op in ops)
-        return ops
+    Args:
+        actions: the stage's list; the methods below are named after its kinds.
+        micro_batch: sequences of a micro-batch.
+    """
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        ops = super().get_bwd_send_ops(bwd_chunk_id)
-        self.wire.backward += sum(op.tensor.nbytes for op in ops)
-        return ops
+    def __init__(self, stage: Stage, here: Topology, actions: list[Action], micro_batch: int, tag: int, wire: Wire) -> None:
+        self.stage, self.here, self.actions = stage, here, actions
+        self.micro_batch, self.tag, self.wire = micro_batch, tag, wire
+        self.losses: list[torch.Tensor] = []
+        self._done = 0
+        self._tokens: list[torch.Tensor] = []
+        self._incoming: dict[tuple[str, int], tuple[dist.Work, torch.Tensor]] = {}
+        self._outgoing: dict[tuple[str, int], torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, int, torch.Tensor]] = []
+        self._graphs: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+
+    def post(self) -> None:
+        """Post the receives that the list begins with."""
+        while self.actions[self._done].kind.startswith("recv"):
+            self._do(self.actions[self._done])
+
+    def run(self, tokens: list[torch.Tensor]) -> None:
+        """Work off the rest of the list and wait until all is sent.
+
+        Args:
+            tokens: (B, S) per micro-batch; empty where the ids come with the messages.
+        """
+        self._tokens = tokens
+        while self._done < len(self.actions):
+            self._do(self.actions[self._done])
+        for work, peer, _ in self._sent:
+            self.here.wait(work, peer)
+
+    def _do(self, action: Action) -> None:
+        self._done += 1
+        getattr(self, "_" + action.kind)(action.micro_batch)
+
+    def _recv_forward(self, m: int) -> None:
+        self._receive("forward", m, self.here.stage - 1)
+
+    def _recv_backward(self, m: int) -> None:
+        self._receive("backward", m, self.here.stage + 1)
+
+    def _send_forward(self, m: int) -> None:
+        self.wire.forward += self._send("forward", m, self.here.stage + 1)
+
+    def _send_backward(self, m: int) -> None:
+        self.wire.backward += self._send("backward", m, self.here.stage - 1)
+
+    def _forward(self, m: int) -> None:
+        stage, codec = self.stage, self.stage.codec
+        c_BTW, tokens_BS = None, self._tokens[m] if self._tokens else None
+        if not stage.is_first:
+            message = self._arrived("forward", m, self.here.stage - 1)
+            wire = message[: self._wire_bytes].view(self._wire_shape)
+            if stage.receives_ids:
+                tokens_BS = message[self._wire_bytes :].clone().view(torch.int32).view(self.micro_batch, -1)
+            c_BTW = codec.decode(wire.to(stage.device), stage.dtype).requires_grad_(torch.is_grad_enabled())
+        assert tokens_BS is not None
+        out = stage(c_BTW, tokens_BS)
+        if torch.is_grad_enabled():
+            self._graphs[m] = c_BTW, out
+        if stage.is_last:
+            self.losses.append(out.detach())
+        else:
+            parts = [codec.encode(out.detach()).cpu().flatten()]
+            if stage.sends_ids:
+                parts.append(tokens_BS.to("cpu", torch.int32).contiguous().view(torch.uint8).flatten())
+            self._outgoing["forward", m] = torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _backward(self, m: int) -> None:
+        stage, codec = self.stage, self.stage.codec
+        c_BTW, out = self._graphs.pop(m)
+        grad = None
+        if not stage.is_last:
+            wire = self._arrived("backward", m, self.here.stage + 1).view(self._wire_shape)
+            grad = codec.decode_gradient(wire.to(stage.device), out.dtype)
+        torch.autograd.backward(out, grad)
+        if c_BTW is not None:
+            assert c_BTW.grad is not None
+            self._outgoing["backward", m] = codec.encode_gradient(c_BTW.grad).cpu().flatten()
+
+    @property
+    def _wire_shape(self) -> tuple[int, int, int]:
+        stage = self.stage
+        return self.micro_batch, stage.spec.context, stage.codec.wire_bytes(stage.method.wire_width)
+
+    @property
+    def _wire_bytes(self) -> int:
+        return math.prod(self._wire_shape)
+
+    def _receive(self, direction: str, m: int, peer: int) -> None:
+        ids = 4 * self.micro_batch * (self.stage.spec.context + 1) if direction == "forward" and self.stage.receives_ids else 0
+        message = torch.empty(self._wire_bytes + ids, dtype=torch.uint8)
+        self._incoming[direction, m] = self.here.irecv(message, peer, self.tag), message
+
+    def _arrived(self, direction: str, m: int, peer: int) -> torch.Tensor:
+        work, message = self._incoming.pop((direction, m))
+        self.here.wait(work, peer)
+        return message
+
+    def _send(self, direction: str, m: int, peer: int) -> int:
+        message = self._outgoing.pop((direction, m))
+        self._sent.append((self.here.isend(message, peer, self.tag), peer, message))
+        return message.nbytes
 
 
 @dataclass
@@ -104,70 +186,47 @@ class Pipeline:
 
     def __init__(self, stage: Stage, topology: Topology, config: PipelineConfig, micro_batch: int) -> None:
         self.stage, self.topology = stage, topology
-        self.micro_batches, self.batch = config.micro_batches, micro_batch * config.micro_batches
+        self.micro_batch, self.batch = micro_batch, micro_batch * config.micro_batches
         self.wire = Wire()
         self._expected: dict[str, tuple[dist.Work, torch.Tensor]] = {}  # the tally's receives
+        self._next: _Passage | None = None  # the next step's, whose receives are posted
         self.actions = schedule.actions(config.schedule, topology.stages, config.micro_batches, config.warmup)
-        self._train = self._runtime(self.actions, micro_batch, self.wire)
-        # Validation is not training traffic: a meter of its own that nobody reads.
-        self._evaluate = self._runtime(schedule.forwards(topology.stages, config.micro_batches), micro_batch, Wire())
+        self._forwards = schedule.forwards(topology.stages, config.micro_batches)
 
-    def _runtime(self, actions: list[list[schedule.Action]], micro_batch: int, wire: Wire) -> _PipelineScheduleRuntime:
-        """torch's interpreter for our action lists. Shapes are static, so nothing is inferred, pickled or run on garbage."""
-        stage, topology = self.stage, self.topology
-        tokens_BS = torch.zeros(micro_batch, stage.spec.context + 1, dtype=torch.int64)
-        wire_BTW = torch.empty(
-            micro_batch, stage.spec.context, stage.method.wire_width, dtype=stage.codec.dtype, device="cpu", requires_grad=True
-        )
-        boundary: tuple[torch.Tensor, ...] = (wire_BTW,)
-        with_ids = (wire_BTW, tokens_BS.to(torch.int32))
-        loss = torch.zeros((), dtype=stage.dtype, requires_grad=True)
-        torch_stage = _MeteredStage(
-            stage,
-            topology.stage,
-            topology.stages,
-            torch.device("cpu"),
-            input_args=tokens_BS if topology.is_first else (with_ids if stage.receives_ids else boundary),
-            output_args=loss if topology.is_last else (with_ids if stage.sends_ids else boundary),
-            group=topology.group,
-        )
-        torch_stage.wire = wire
-        # The last stage returns its loss; torch's hook for a loss function has nothing left to do.
-        runtime = _PipelineScheduleRuntime([torch_stage], self.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
-        torch_actions: dict[int, list[_Action]] = {
-            rank: [_Action(rank, _TORCH_KIND[action.kind], action.micro_batch) for action in stage_actions]
-            for rank, stage_actions in enumerate(actions)
-        }
-        # _prepare_schedule_with_comms would do the same after a check that refuses forward-only lists.
-        runtime.pipeline_order_with_comms = torch_actions
-        return runtime
+    def _passage(self, actions: list[list[Action]], tag: int, wire: Wire) -> _Passage:
+        return _Passage(self.stage, self.topology, actions[self.topology.stage], self.micro_batch, tag, wire)
 
-    def _arguments(self, tokens_BS: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    def _split(self, tokens_BS: torch.Tensor | None) -> list[torch.Tensor]:
+        """The batch as micro-batches; nothing where the ids come with the messages."""
         expected = (self.batch, self.stage.spec.context + 1)
         # A message of another size than the posted buffer would abort the receiving process.
         assert tokens_BS is None or tuple(tokens_BS.shape) == expected, f"batch of shape {tuple(tokens_BS.shape)}, not {expected}"
-        if self.stage.is_first:
-            assert tokens_BS is not None
-            return (tokens_BS,), {}
-        return (), {} if self.stage.receives_ids or tokens_BS is None else {"tokens_BS": tokens_BS}
+        if tokens_BS is None or self.stage.receives_ids:
+            assert self.stage.receives_ids
+            return []
+        return list(tokens_BS.split(self.micro_batch))
 
-    def step(self, tokens_BS: torch.Tensor | None) -> float:
+    def step(self, tokens_BS: torch.Tensor | None, another: bool = False) -> float:
         """Forward and backward of one batch over all stages; gradients of the mean loss are in the parameters' .grad.
 
         Args:
             tokens_BS: the batch, integer (B, S); may be None on stages that get the ids over the boundary.
+            another: a step follows; its first receives are posted at once, so that no stage waits for another's.
 
         Returns the mean loss on the last stage and 0 elsewhere (they learn it from the tally).
         """
-        args, kwargs = self._arguments(tokens_BS)
-        losses: list[torch.Tensor] = []
-        dummy = torch.zeros(self.batch) if self.stage.is_last else None
+        tokens = self._split(tokens_BS)
+        passage = self._next or self._passage(self.actions, STEP_TAG, self.wire)
+        passage.post()
         self._expect_tally()
         # One autocast around all micro-batches: they share one bfloat16 copy of each weight instead of holding one each.
         with torch.autocast(self.stage.device.type, torch.bfloat16, enabled=self.stage.bf16):
-            self._train.step(*args, target=dummy, losses=losses, return_outputs=False, **kwargs)
+            passage.run(tokens)
+        self._next = self._passage(self.actions, STEP_TAG, self.wire) if another else None
+        if self._next is not None:
+            self._next.post()
         self._add_tied_gradients()
-        return float(torch.stack([loss.detach().double() for loss in losses]).sum()) if losses else 0.0
+        return float(torch.stack(passage.losses).double().sum()) if passage.losses else 0.0
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[torch.Tensor | None]) -> float:
@@ -177,12 +236,12 @@ class Pipeline:
         """
         total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets
         for tokens_BS in batches:
-            args, kwargs = self._arguments(tokens_BS)
-            losses: list[torch.Tensor] = []
-            dummy = torch.zeros(self.batch) if self.stage.is_last else None
-            self._evaluate.eval(*args, target=dummy, losses=losses, return_outputs=False, **kwargs)
-            if losses:
-                total[0] += torch.stack([loss.double() for loss in losses]).sum().cpu() * self.stage.batch_tokens
+            # Validation is not training traffic: a meter of its own that nobody reads, and a tag of its own, since the
+            # next step's receives are posted already.
+            passage = self._passage(self._forwards, EVALUATE_TAG, Wire())
+            passage.run(self._split(tokens_BS))
+            if passage.losses:
+                total[0] += torch.stack(passage.losses).double().sum().cpu() * self.stage.batch_tokens
             if self.stage.is_first and tokens_BS is not None:
                 total[1] += int((tokens_BS[:, 1:] != PAD).sum())
         dist.all_reduce(total, group=self.topology.group)
@@ -196,7 +255,7 @@ class Pipeline:
         total = own.tensor()
         if not here.is_last:
             work, from_above = self._expected.pop("above")
-            work.wait()
+            here.wait(work, here.stage + 1)
             total += from_above
         # One addition per parameter in the model's order: the norm is the same bits for any number of stages.
         for square in squares:
@@ -204,10 +263,10 @@ class Pipeline:
         if not here.is_first:
             sent = here.isend(total, here.stage - 1, TALLY_TAG)
             work, total = self._expected.pop("below")
-            work.wait()
-            sent.wait()
+            here.wait(work, here.stage - 1)
+            here.wait(sent, here.stage - 1)
         if not here.is_last:
-            here.isend(total, here.stage + 1, TALLY_TAG).wait()
+            here.wait(here.isend(total, here.stage + 1, TALLY_TAG), here.stage + 1)
         return Tally.of(total)
 
     def _expect_tally(self) -> None:
@@ -239,7 +298,7 @@ class Pipeline:
         peer = here.stages - 1 if here.is_first else 0
         works = [here.irecv(theirs, peer, TIED_TAG), here.isend(own, peer, TIED_TAG)]
         for work in works:
-            work.wait()
+            here.wait(work, peer)
         grad.copy_(own + theirs)
 
     @property

@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from .config import ThinpipeError
 
-TALLY_TAG = 1  # Gloo matches messages by (sender, receiver, tag); boundaries use tag 0
-TIED_TAG = 2
-DECODE_TAG = 3
+# Gloo matches messages by (sender, receiver, tag), in order.
+STEP_TAG, TALLY_TAG, TIED_TAG, DECODE_TAG, EVALUATE_TAG = range(5)
 
 
 def under_launcher() -> bool:
@@ -72,6 +71,11 @@ class Topology:
         assert work is not None
         return work
 
+    def wait(self, work: dist.Work, stage: int) -> None:
+        """Wait for a transfer with `stage`. Raises PeerLost that names it."""
+        with self.naming_peers(stage):
+            work.wait()
+
     def gather(self, value: Any) -> list[Any]:
         """Every stage's `value` (JSON), in the order of stages, on every stage."""
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -105,19 +109,21 @@ class Topology:
         return Topology(self.stage, stages, self.host, self.local_rank, self.local_world, group)
 
     @contextlib.contextmanager
-    def naming_peers(self) -> Iterator[None]:
-        """Turn a transfer that fails into one line that names this stage and its neighbours."""
+    def naming_peers(self, *peers: int) -> Iterator[None]:
+        """Turn a transfer that fails into one line that names this stage and the peers (none given: its neighbours)."""
         try:
             yield
+        except PeerLost:
+            raise
         except RuntimeError as error:
             text = _innermost(error)
             lost = "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text
             silent = "imed out" in text or "timeout" in text.lower()
             if not (lost or silent):
                 raise
-            neighbours = " or ".join(f"stage {s}" for s in (self.stage - 1, self.stage + 1) if 0 <= s < self.stages)
+            named = peers or [s for s in (self.stage - 1, self.stage + 1) if 0 <= s < self.stages]
             what = "lost the connection to" if lost else "heard nothing (network.timeout) from"
-            raise PeerLost(f"{self} {what} {neighbours}") from error
+            raise PeerLost(f"{self} {what} {' or '.join(f'stage {s}' for s in named)}") from error
 
 
 class PeerLost(ThinpipeError):

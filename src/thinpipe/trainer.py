@@ -119,21 +119,20 @@ class Trainer:
         Raises launch.Stopped after saving when a stop was asked for.
         """
         config = self.config
-        last = min(config.train.steps, config.train.stop_at or config.train.steps)
         self.metrics.event("start", step=self.done_steps, config=to_dict(config), stages=self.here.stages)
         losses: list[float] = []
         seconds: list[float] = []
         total, val_loss, stopped = Tally(), math.nan, False
-        while self.done_steps < last and not stopped:
+        while self.done_steps < self._last and not stopped:
             began = time.perf_counter()
             total = self.train_step(self.done_steps)
             seconds.append(time.perf_counter() - began)
             losses.append(total.loss)
-            stopped = total.stop > 0 and self.done_steps < last
+            stopped = total.stop > 0 and self.done_steps < self._last
             self._report(total, median(seconds[-20:]))
             if total.written + total.failed == self.here.stages:
                 self._told(self.checkpoints.commit())
-            if config.train.eval_every and self.done_steps % config.train.eval_every == 0 and self.done_steps < last:
+            if config.train.eval_every and self.done_steps % config.train.eval_every == 0 and self.done_steps < self._last:
                 val_loss = self.evaluate()
             if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0:
                 self.save()
@@ -152,7 +151,7 @@ class Trainer:
         """One optimizer step over all stages; returns what all stages know of it."""
         config = self.config
         self.optimizer.zero_grad()
-        loss = self.pipeline.step(self.batch(step))
+        loss = self.pipeline.step(self.batch(step), another=step + 1 < self._last)
         total = self.pipeline.tally(self._own_tally(loss))
         if math.isfinite(total.norm) and math.isfinite(total.loss):
             watched = config.train.watch_every and (step + 1) % config.train.watch_every == 0
@@ -201,6 +200,12 @@ class Trainer:
             "loss_before": loss_before,
             "loss_after": self.pipeline.evaluate([tokens_BS]),
         }
+
+    @property
+    def _last(self) -> int:
+        """Steps that are done when this life of the run ends by itself."""
+        train = self.config.train
+        return min(train.steps, train.stop_at or train.steps)
 
     def batch(self, step: int) -> torch.Tensor | None:
         """The step's tokens, (batch, context + 1), or None where the ids come over the boundary."""

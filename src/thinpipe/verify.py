@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import launch
+from .codecs import cross
 from .config import Config
 from .data import prepare
 from .device import pick_device, share_cores, use_bf16
@@ -23,7 +25,7 @@ from .pipeline import Pipeline, Tally, share_owned, to_tensor
 from .run import open_run
 from .topology import Topology
 
-_VERIFY_TAG = 4
+_VERIFY_TAG = 10
 
 # Largest relative differences that count as rounding: of the loss, and of any gradient against its tensor's largest entry.
 TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (2e-6, 2e-4), "bf16": (2e-3, 5e-2)}
@@ -54,9 +56,9 @@ def reference(config: Config, vocab: int, tokens_BS: torch.Tensor, *, dtype: tor
         stages[-1].embed = stages[0].embed  # truly one table
     loss = 0.0
     for part_BS in [tokens_BS] if whole else tokens_BS.chunk(config.pipeline.micro_batches):
-        x: Any = part_BS
-        for stage in stages:
-            x = stage(x, part_BS)
+        x = stages[0](None, part_BS)
+        for before, stage in pairwise(stages):
+            x = stage(cross(x, before.codec), part_BS)
         x.backward()
         loss += float(x.detach().double())
     parameters = {name: parameter for stage in stages for name, parameter, _ in stage.roles()}

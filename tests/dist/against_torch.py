@@ -25,11 +25,24 @@ def grads(stage: Stage) -> list[torch.Tensor]:
     return [p.grad.clone() for p in stage.parameters() if p.grad is not None]
 
 
+class ForTorch(torch.nn.Module):
+    """Our stage as torch's schedules want it: bfloat16 tensors at both ends, rounding known to autograd."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, received: torch.Tensor, tokens_BS: torch.Tensor | None = None) -> torch.Tensor:
+        first = tokens_BS is None
+        out = self.stage(None if first else received.float(), received if first else tokens_BS)
+        return out if self.stage.is_last else out.to(torch.bfloat16)
+
+
 def torch_gpipe(here: Topology, tokens: torch.Tensor) -> list[torch.Tensor]:
     (stage,) = build_stages(config("gpipe"), VOCAB, [here.stage])
     wire = torch.empty(2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
     pipe_stage = PipelineStage(
-        stage,
+        ForTorch(stage),
         here.stage,
         4,
         torch.device("cpu"),
@@ -59,15 +72,18 @@ with connect(60) as here:
     }.items():
         (stage,) = build_stages(c, VOCAB, [here.stage])
         pipeline = Pipeline(stage, here, c.pipeline, c.micro_batch)
-        for _ in range(2):  # buffers are reused: the second step must not see the first
+        for another in (True, False):  # the second step's receives are posted before an evaluation: they must not meet
             stage.zero_grad()
-            loss = pipeline.step(tokens if c.data.source == "local" or here.is_first else None)
+            ours = tokens if c.data.source == "local" or here.is_first else None
+            loss = pipeline.step(ours, another)
+            evaluated = pipeline.evaluate([ours])
         equal = all(torch.equal(a, b) for a, b in zip(grads(stage), reference, strict=True))
         wire = pipeline.take_wire()
         total = pipeline.tally(Tally(loss=loss, wire_forward=wire.forward / 2, wire_backward=wire.backward / 2))
         report[label] = {
             "equal": all(here.gather(equal)),
             "loss": total.loss,
+            "evaluated": evaluated,
             "forward": total.wire_forward,
             "backward": total.wire_backward,
         }

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_gradients_are_torchs_and_bytes_are_the_formulas(spawn: Callable[..., str]) -> None:
     output = spawn("against_torch.py", 4)
@@ -14,6 +16,8 @@ def test_gradients_are_torchs_and_bytes_are_the_formulas(spawn: Callable[..., st
         assert report[label]["equal"], label
     assert not report["float32 wire"]["equal"]  # the rounding is real
     assert len({report[label]["loss"] for label in report if label != "float32 wire"}) == 1
+    for label, row in report.items():
+        assert row["evaluated"] == pytest.approx(row["loss"], rel=1e-12), label
     boundaries, tokens, rank = 3, 16 * 16, 8
     ids = boundaries * 16 * 17 * 4  # windows of context + 1 ids, int32
     for label, row in report.items():
