@@ -62,7 +62,7 @@ FIELDS = {
         "sample",
     },
     "optim": {"lr", "warmup", "decay", "weight_decay", "betas", "eps", "hidden", "clip"},
-    "network": {"timeout"},
+    "network": {"timeout", "rdzv", "nodes", "addr", "node_rank"},
     "plan": {"link", "gpu", "tokens"},
 }
 

@@ -177,6 +177,14 @@ class OptimConfig:
 class NetworkConfig:
     timeout: float = 60.0
     """Seconds after which a silent peer counts as lost."""
+    rdzv: str | None = None
+    """HOST:PORT where the machines of a run meet: an address of one of them, the same on all (not given: this machine alone)."""
+    nodes: int = 1
+    """Machines of the run; each starts the same share of the stages."""
+    addr: str | None = None
+    """This machine's address towards the others (not given: that of the way to network.rdzv)."""
+    node_rank: int | None = None
+    """This machine's place in the pipeline, from 0 (not given on any: in the order of their addresses)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,8 +356,27 @@ def _check(config: Config) -> None:
     if not all(0 <= beta < 1 for beta in o.betas):
         raise ThinpipeError(f"optim.betas = {list(o.betas)} must each be in [0, 1)")
     _positive(config.plan, "plan", "tokens")
+    _check_network(config)
     if not 0 < config.network.timeout < 86400:
         raise ThinpipeError(f"network.timeout = {config.network.timeout} must be above 0 and below 86400 seconds")
+
+
+def _check_network(config: Config) -> None:
+    n = config.network
+    _positive(n, "network", "nodes")
+    if n.rdzv is None:
+        if n.nodes > 1:
+            raise ThinpipeError(f"network.nodes = {n.nodes} needs network.rdzv = HOST:PORT, an address of one of the machines")
+        return
+    host, _, port = n.rdzv.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ThinpipeError(f"network.rdzv = {n.rdzv!r} is not HOST:PORT; write it as in 10.0.0.1:29400")
+    if config.pipeline.stages % n.nodes:
+        raise ThinpipeError(
+            f"pipeline.stages = {config.pipeline.stages} can't be shared equally by network.nodes = {n.nodes}; use a multiple of it"
+        )
+    if n.node_rank is not None and not 0 <= n.node_rank < n.nodes:
+        raise ThinpipeError(f"network.node_rank = {n.node_rank} is no place among network.nodes = {n.nodes}; use 0 to {n.nodes - 1}")
 
 
 def _convert(value: Any, kind: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .config import Config, ThinpipeError, dump, load, to_dict
+from .config import Config, NetworkConfig, ThinpipeError, dump, load, to_dict
 from .metrics import write_whole
 
 TOKENIZER = "tokenizer.json"
@@ -46,7 +46,9 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
             raise ThinpipeError(f"run.dir = {str(folder)!r} is not empty and holds no run; give a new folder")
         segments = replace(config.compression, segments=config.segments)
         config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
-        write_whole(folder / "config.toml", dump(config))
+        # Which machine this is belongs to the machine, not to the run.
+        network = NetworkConfig(timeout=config.network.timeout)
+        write_whole(folder / "config.toml", dump(replace(config, network=network)))
     except OSError as error:
         raise ThinpipeError(f"run.dir = {str(folder)!r} can't be used: {error.strerror}; give a folder that can be written") from None
     return config, folder, remarks

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .config import ThinpipeError
 
@@ -136,35 +137,53 @@ def _innermost(error: BaseException) -> str:
     return str(error)
 
 
-def _interface_towards(host: str, port: int) -> str | None:
-    """Name of the network interface whose address this machine would use to reach `host` (Linux; else None).
-
-    Gloo takes the address that the machine's name resolves to, which is 127.0.0.1 on many systems.
-    """
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to `host`. Raises ThinpipeError if there is no way or no such name."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))  # sends nothing: UDP connect only chooses a route
-            address = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):
-                    request = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                    if socket.inet_ntoa(answer[20:24]) == address:
-                        return name
-    except OSError:
-        pass
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ThinpipeError(f"no way to {host} ({error}); check the name and this machine's network") from None
+
+
+def _interface_of(address: str) -> str | None:
+    """Name of the network interface that has this address (Linux; else None).
+
+    Gloo takes the address that the machine's name resolves to, which is 127.0.0.1 on many systems.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None
 
 
+def _stage_of(store: dist.Store, rank: int, world: int, node_rank: int | None) -> int:
+    """This process's stage: machines in the order of network.node_rank, else in the launcher's."""
+    local, machine = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
+    store.set(f"place/{rank}", json.dumps([machine, node_rank, local]))
+    places = [json.loads(store.get(f"place/{r}")) for r in range(world)]
+    given = {(machine, node_rank) for machine, node_rank, _ in places if node_rank is not None}
+    if not given:
+        return rank
+    if len({machine for machine, *_ in places}) != len(given) or len({place for _, place in given}) != len(given):
+        raise ThinpipeError("network.node_rank must be given on all machines or on none, and differ between them")
+    return sorted(range(world), key=lambda r: places[r][1:]).index(rank)
+
+
 @contextlib.contextmanager
-def connect(timeout: float) -> Iterator[Topology]:
+def connect(timeout: float, node_rank: int | None = None) -> Iterator[Topology]:
     """Join the processes of this run, or be a pipeline of one when started alone.
 
     Args:
         timeout: seconds that any wait for a peer may last.
+        node_rank: this machine's place in the pipeline (None: the launcher's order).
 
     Raises:
-        ThinpipeError: the others did not come within the deadline.
+        ThinpipeError: the others did not come within the deadline, or places don't agree.
     """
     deadline = timedelta(seconds=timeout)
     env = os.environ
@@ -172,10 +191,12 @@ def connect(timeout: float) -> Iterator[Topology]:
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
         master, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        if (interface := _interface_towards(master, port)) is not None:
-            env.setdefault("GLOO_SOCKET_IFNAME", interface)
         try:
-            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=deadline)
+            if (interface := _interface_of(address_towards(master, port))) is not None:
+                env.setdefault("GLOO_SOCKET_IFNAME", interface)
+            store = next(rendezvous("env://", rank, world, timeout=deadline))[0]
+            rank = _stage_of(store, rank, world, node_rank)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
         except (RuntimeError, ValueError) as error:
             raise ThinpipeError(
                 f"stage {rank} can't reach {master}:{port} or a peer within {timeout:g} s (network.timeout): {error}"

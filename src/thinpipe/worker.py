@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from . import launch
@@ -17,8 +18,13 @@ def main() -> None:
     launch.die_with_parent()
     with launch.reporting_failures():
         config = load(folder / "config.toml")
-        with connect(config.network.timeout) as topology, topology.naming_peers():
-            if command == "train":
+        with connect(config.network.timeout, config.network.node_rank) as topology, topology.naming_peers():
+            if command == "join":
+                from .runner import train_together
+
+                summary = train_together(config, topology)
+                write_whole(folder / f"result-{topology.local_rank}.json", to_json(summary and asdict(summary)))
+            elif command == "train":
                 from .trainer import Trainer
 
                 Trainer(config, topology, folder, launch.StopRequest()).fit()
