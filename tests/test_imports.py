@@ -10,8 +10,8 @@ FLOORS = {
     1: {"subspace", "codecs"},
     2: {"method", "optim", "data", "export", "metrics", "watch"},
     3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device"},
-    4: {"trainer", "generate"},
-    5: {"cli", "runner", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
+    4: {"trainer", "generate", "calibrate"},
+    5: {"cli", "runner", "trial", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
 }
 # Rooms of one floor that stand on each other.
 SIDEWAYS = {

@@ -101,8 +101,21 @@ class Plan(Output, Config):
     """Links, in place of plan.link: 80mbit,25ms, or one for each boundary joined by "/"."""
     timeline: str | None = None
     """Write the timeline of a step to this PNG file."""
+    calibrate: bool = False
+    """Measure what the stages cost on this machine, all of them at once, instead of counting for plan.gpu."""
     suggest: bool = False
     """Look for better stages, micro-batches and rank, and plan that instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab(Output, Config):
+    """Train with every stage on a host of its own, over emulated links on this machine; the plan beside what was measured.
+
+    thinpipe lab [CONFIG.toml] [--link RATE,DELAY[,loss=1%,jitter=16mbit,cc=bbr]] [--group.field value ...]. Linux, root or "unshare -rmn".
+    """
+
+    link: str | None = None
+    """Links, in place of plan.link: 80mbit,25ms for all hosts, or one for each boundary joined by "/"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,23 +135,42 @@ def _train(args: Train) -> dict[str, Any] | None:
     if result is None:
         return None
     if not args.json:
-        _table(
-            f"run {result.run}",
-            {
-                "method": f"{result.method}, {result.stages} stages, {result.segments} segments, {result.parameters:,} parameters",
-                "trained": f"{result.steps} steps, {result.tokens:,} tokens",
-                "training loss": f"{result.train_loss:.4f}",
-                "validation loss": f"{result.val_loss:.4f}",
-                "speed": f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds_per_step:.3f} s per step",
-                "wire": f"{result.wire_bytes_per_token:g} bytes per token, boundary and direction"
-                + (" (measured)" if result.wire_measured else " (what the cuts would send)"),
-                "compression": f"{result.compression:.3g}x against a dense bfloat16 stream ({result.dense_wire_bytes_per_token:g} bytes)",
-                "peak memory": ", ".join(f"{mb:,.0f}" for mb in result.peak_rss_mb) + " MB by stage",
-            },
-        )
+        _table(f"run {result.run}", _trained(dataclasses.asdict(result)))
         if result.sample:
             print(f"\nthe model writes:\n{result.sample}")
     return dataclasses.asdict(result)
+
+
+def _trained(r: dict[str, Any]) -> dict[str, str]:
+    """A run's summary, for people."""
+    return {
+        "method": f"{r['method']}, {r['stages']} stages, {r['segments']} segments, {r['parameters']:,} parameters",
+        "trained": f"{r['steps']} steps, {r['tokens']:,} tokens",
+        "training loss": f"{r['train_loss']:.4f}",
+        "validation loss": f"{r['val_loss']:.4f}",
+        "speed": f"{r['tokens_per_s']:,.0f} tokens/s, {r['seconds_per_step']:.3f} s per step",
+        "wire": f"{r['wire_bytes_per_token']:g} bytes per token, boundary and direction"
+        + (" (measured)" if r["wire_measured"] else " (what the cuts would send)"),
+        "compression": f"{r['compression']:.3g}x against a dense bfloat16 stream ({r['dense_wire_bytes_per_token']:g} bytes)",
+        "peak memory": ", ".join(f"{mb:,.0f}" for mb in r["peak_rss_mb"]) + " MB by stage",
+    }
+
+
+def _lab(args: Lab) -> dict[str, Any]:
+    from .trial import train_in_lab
+
+    config = _config(args)
+    text, where = (args.link, "--link") if args.link is not None else (config.plan.link, "plan.link")
+    r = train_in_lab(config, text, where, _say, args.debug)
+    if not args.json:
+        off = r["planned_seconds_per_step"] / r["seconds_per_step"] - 1
+        links = {
+            "links": f"asked {r['link']}, achieved {r['achieved_link']}",
+            "planned": f"{r['planned_seconds_per_step']:.3f} s per step, {off:+.0%} against what was measured",
+            "emulator": f"{r['emulator_cpu']:.0%} of a core",
+        }
+        _table(f"run {r['run']}", _trained(r) | links)
+    return r
 
 
 def _verify(args: Verify) -> dict[str, Any]:
@@ -217,14 +249,21 @@ def _export(args: Export) -> dict[str, Any]:
 
 def _plan(args: Plan) -> dict[str, Any]:
     from .lab import parse_links
+    from .planner import calibrate as calibrated
     from .planner import draw_timeline, find_gpu, plan, suggest
 
     config = _config(args).check()
     text, where = (args.link, "--link") if args.link is not None else (config.plan.link, "plan.link")
     links = parse_links(text, max(1, config.pipeline.stages - 1), where)
     gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
+    costs = None
+    if args.calibrate:
+        from .calibrate import calibrate
+
+        costs = calibrate(config, args.debug)
+        gpu = calibrated(gpu, config, vocab, costs)
     suggestion = suggest(config, vocab, links, gpu) if args.suggest else None
-    planned = suggestion.plan if suggestion else plan(config, vocab, links, gpu, tokens=config.plan.tokens)
+    planned = suggestion.plan if suggestion else plan(config, vocab, links, gpu, costs=costs, tokens=config.plan.tokens)
     if args.timeline is not None:
         draw_timeline(planned.timeline, args.timeline)
     result = planned.as_dict()
@@ -265,6 +304,7 @@ COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]]
     "export": (Export, _export),
     "report": (Report, _report),
     "plan": (Plan, _plan),
+    "lab": (Lab, _lab),
 }
 
 
@@ -351,6 +391,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # On a busy machine OpenMP threads that spin while they wait slow each other down tenfold; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in argv
+    if not debug:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns when a peer's address has no name
     try:
         args = parse(argv)
         result = COMMANDS[argv[0]][1](args)

@@ -28,6 +28,10 @@ def main() -> None:
                 from .trainer import Trainer
 
                 Trainer(config, topology, folder, launch.StopRequest()).fit()
+            elif command == "calibrate":
+                from .calibrate import calibrate_stage
+
+                calibrate_stage(config, topology, folder)
             elif command == "generate":
                 from .inference import Request, write_stage
 

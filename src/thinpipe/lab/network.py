@@ -29,6 +29,7 @@ _TUNSETIFF, _IFF_TUN_NO_PI = 0x400454CA, 0x1001
 _ANSWER_SECONDS = 30
 _LARGEST = 65_000
 _COUNT = itertools.count()
+_NO_NAME_SERVER = "RES_OPTIONS=attempts:1 timeout:1"  # is in reach: torch's look-ups of its peers' names would wait ten seconds each
 _SYSCTLS = {
     "ipv4/tcp_rmem": "4096 131072 67108864",  # a window of 64 MB fills 1 Gbit/s over a round trip of 500 ms
     "ipv4/tcp_wmem": "4096 65536 67108864",
@@ -61,7 +62,8 @@ class Lab:
         self.hosts = []
         for i in range(hosts):
             name = f"{self.name}-h{i}"
-            self.hosts.append(Host(name, f"10.{network >> 8}.{network & 255}.{i + 1}", ("ip", "netns", "exec", name)))
+            begin = ("ip", "netns", "exec", name, "env", _NO_NAME_SERVER)
+            self.hosts.append(Host(name, f"10.{network >> 8}.{network & 255}.{i + 1}", begin))
         self._cut: set[int] = set()
         self._control: socket.socket | None = None
         self._emulator: subprocess.Popen[bytes] | None = None

@@ -1,0 +1,113 @@
+"""What a stage's compute costs on this machine, measured while all stages compute at once, as the planner takes it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from . import launch
+from .config import Config
+from .data import prepare
+from .device import pick_device, share_cores, use_bf16
+from .metrics import to_json, write_whole
+from .model import Stage, build_stages
+from .optim import Optimizer
+from .planner import Costs, message_bytes, tied_bytes_per_step
+from .run import open_run
+from .topology import Topology
+
+_COSTS = "costs.json"
+
+
+def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optimizer | None = None, seconds: float = 1.5) -> Costs:
+    """Time a micro-batch's forward and backward on every stage, each for `seconds` at the same time. COLLECTIVE.
+
+    Works on random tokens and coordinates; leaves no gradients behind.
+
+    Args:
+        optimizer: timed as well, which changes the weights (None: counts as free).
+    """
+    forward, backward = _time_passes(stage, here, config.micro_batch, seconds)
+    optimizing = 0.0
+    if optimizer is not None:
+        start = _now(stage.device)
+        for _ in range(3):
+            optimizer.step(1e-4)
+        optimizing = (_now(stage.device) - start) / 3
+    stage.zero_grad()
+    everyone = here.gather([forward, backward, optimizing])
+    forward_bytes, backward_bytes = message_bytes(config)
+    return Costs(
+        forward=tuple(f for f, _, _ in everyone),
+        backward=tuple(b for _, b, _ in everyone),
+        optimizer=tuple(o for _, _, o in everyone),
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        tied_bytes=tied_bytes_per_step(config, stage.spec) // 2 if here.stages > 1 else 0,
+    )
+
+
+def _time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float) -> tuple[float, float]:
+    """Median seconds of a forward and of a backward, with what the codec does at the cuts."""
+    spec, codec, device = stage.spec, stage.codec, stage.device
+    tokens_BS = torch.randint(spec.vocab, (micro_batch, spec.context + 1))
+    c_BTW = torch.randn(micro_batch, spec.context, stage.method.wire_width)
+    wire = codec.encode(c_BTW)
+    forwards: list[float] = []
+    backwards: list[float] = []
+    here.gather(0)  # all begin together
+    began = time.perf_counter()
+    with torch.autocast(device.type, torch.bfloat16, enabled=stage.bf16):
+        while time.perf_counter() - began < seconds or len(forwards) < 4:
+            start = _now(device)
+            c = None if stage.is_first else codec.decode(wire.to(device), stage.dtype).requires_grad_()
+            out = stage(c, tokens_BS)
+            if not stage.is_last:
+                codec.encode(out.detach()).cpu()
+            turn = _now(device)
+            torch.autograd.backward(out, None if stage.is_last else codec.decode_gradient(wire.to(device), out.dtype))
+            if c is not None:
+                assert c.grad is not None
+                codec.encode_gradient(c.grad).cpu()
+            forwards.append(turn - start)
+            backwards.append(_now(device) - turn)
+    return median(forwards[1:]), median(backwards[1:])
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def calibrate(config: Config, debug: bool = False) -> Costs:
+    """Costs of a run's stages, all of them on this machine at once and joined by its loopback.
+
+    Raises ThinpipeError as training would.
+    """
+    with tempfile.TemporaryDirectory(prefix="thinpipe-calibrate-") as scratch:
+        opened, folder, _ = open_run(replace(config, run=replace(config.run, dir=f"{scratch}/run")))
+        prepare(opened)
+        launch.start("calibrate", folder, opened.pipeline.stages, debug)
+        stored: dict[str, Any] = json.loads((folder / _COSTS).read_text(encoding="utf-8"))
+    costs: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+    return Costs(**costs)
+
+
+def calibrate_stage(config: Config, here: Topology, folder: Path) -> None:
+    """One worker's part of `calibrate`."""
+    share_cores(here)
+    (stage,) = build_stages(config, prepare(config).vocab, [here.stage])
+    device = pick_device(config.run.device, here.local_rank)
+    stage.to(device)
+    stage.bf16 = use_bf16(config.run.precision, device)
+    costs: dict[str, Any] = asdict(measure_costs(stage, here, config, Optimizer(stage.roles(), config.optim, stage.spec.width)))
+    if here.is_first:
+        write_whole(folder / _COSTS, to_json(costs))
