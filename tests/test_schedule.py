@@ -37,7 +37,7 @@ def run(lists: list[list[schedule.Action]]) -> None:
 
 @given(st.sampled_from(["gpipe", "1f1b", "wan"]), st.integers(1, 9), st.integers(1, 12), st.data())
 def test_every_schedule_runs_to_its_end(name: str, stages: int, micro_batches: int, data: st.DataObject) -> None:
-    warmup = data.draw(st.none() | st.integers(min(stages, micro_batches), micro_batches)) if name == "wan" else None
+    warmup = data.draw(st.none() | st.integers(min(stages, micro_batches), 4 * micro_batches)) if name == "wan" else None
     lists = schedule.actions(name, stages, micro_batches, warmup)
     run(lists)
     for stage, actions in enumerate(lists):
@@ -63,6 +63,16 @@ def test_wan_with_warmup_of_the_stages_is_1f1b_with_early_receives() -> None:
         assert compute == [action for action in theirs if action.kind in ("forward", "backward")]
         receives = [action.kind.startswith("recv") for action in ours]
         assert receives == sorted(receives, reverse=True), "every receive stands before the first compute"
+
+
+def test_depth_falls_evenly_and_never_below_1f1b() -> None:
+    def depths(stages: int, micro_batches: int, warmup: int) -> list[int]:
+        return [schedule.warmup_of_stage(stage, stages, micro_batches, warmup) for stage in range(stages)]
+
+    assert depths(4, 8, 8) == [8, 6, 4, 1]  # 1 + 7 (3 - stage) / 3, rounded up
+    assert depths(4, 8, 4) == [4, 3, 2, 1]
+    assert depths(4, 12, 27) == [12, 12, 10, 1]  # beyond the micro-batches: the first stages run all forwards first
+    assert depths(1, 4, 4) == [1]
 
 
 def test_forward_only() -> None:

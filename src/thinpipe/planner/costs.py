@@ -11,11 +11,11 @@ from .counts import StageSizes, flops, message_bytes, stage_sizes, tied_bytes
 UTILISATION = 0.4
 """Share of the dense peak rate that training reaches. An assumption: reports of well-fed GPUs range from 0.3 to 0.5."""
 
-# Bytes per parameter and micro-batch beside the products: under autocast each forward reads float32 weights and writes
-# bf16 ones; each backward writes bf16 gradients, widens them and adds them to the float32 ones.
-_CAST = 6
+# Memory traffic beside the products, in bytes per parameter. Of each backward: a gradient is written (in bf16, then widened)
+# and added to what is there; the key tells whether products run in bf16.
 _ACCUMULATE = {True: 20, False: 16}
-# Bytes per parameter of clipping and AdamW: gradient, parameter and two moments, read and written, and the norm.
+# Once a step: the weights' bf16 copies are made; the gradients' norm, and gradient, parameter and two moments of AdamW.
+_CAST = {True: 6, False: 0}
 _STEP = 40
 
 
@@ -94,19 +94,17 @@ class Costs:
     backward: tuple[float, ...]
     """Seconds of one micro-batch's backward, recomputation included."""
     optimizer: tuple[float, ...]
-    """Seconds of the optimizer's step."""
+    """Seconds once per step: the optimizer's, and the bf16 copies of the weights."""
     forward_bytes: int
     """Bytes of one micro-batch's message to the next stage."""
     backward_bytes: int
     """Bytes of one micro-batch's message to the stage before."""
     tied_bytes: int = 0
     """Bytes that first and last stage each send per step for a tied table."""
-    send_overhead: float = 0.0
-    """Seconds that issuing a message takes from the stage's compute (0: ideal)."""
 
     def __post_init__(self) -> None:
         assert len(self.forward) == len(self.backward) == len(self.optimizer) > 0
-        assert min(*self.forward, *self.backward, *self.optimizer, self.send_overhead) >= 0
+        assert min(*self.forward, *self.backward, *self.optimizer) >= 0
         assert min(self.forward_bytes, self.backward_bytes, self.tied_bytes) >= 0
 
     @classmethod
@@ -147,14 +145,14 @@ def costs_by_formula(config: Config, vocab: int, gpu: GPU) -> Costs:
 
 def _compute_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> tuple[float, float]:
     precision = config.run.precision
-    bf16, rate = gpu.uses_bf16(precision), gpu.rate(precision)
     forward, backward = flops(sizes, config.micro_batch, config.pipeline.recompute)
-    traffic = sizes.products / (gpu.bandwidth * 1e9)
-    return forward / rate + (_CAST * traffic if bf16 else 0.0), backward / rate + _ACCUMULATE[bf16] * traffic
+    traffic = _ACCUMULATE[gpu.uses_bf16(precision)] * sizes.products
+    return forward / gpu.rate(precision), backward / gpu.rate(precision) + traffic / (gpu.bandwidth * 1e9)
 
 
 def _optimizer_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> float:
-    seconds = _STEP * sizes.parameters / (gpu.bandwidth * 1e9)
+    traffic = _STEP * sizes.parameters + _CAST[gpu.uses_bf16(config.run.precision)] * sizes.products
+    seconds = traffic / (gpu.bandwidth * 1e9)
     if config.optim.hidden == "muon":
         # Five Newton-Schulz steps X <- aX + (bA + cA^2)X, A = X X^T, on the shorter side (torch.optim.Muon).
         for matrix in sizes.matrices:

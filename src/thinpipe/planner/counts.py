@@ -16,9 +16,10 @@ from ..sizes import ModelSpec
 
 _NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _ID_BYTES = 4  # token ids travel as int32
-_INTEGER_BITS = {"int8": 8, "int4": 4}
-_SCALE_BYTES = 4  # integers have one float32 scale per token
+_INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
+_SCALE_BYTES = 2  # integers have one bfloat16 scale per token
 _INDEX_BYTES = 2  # of a kept entry; enough for widths to 65,536
+WITHOUT_RANK = ("none", "quantize")  # methods that send the full width
 
 
 def wire_bytes(compression: CompressionConfig, width: int) -> int:
@@ -28,10 +29,9 @@ def wire_bytes(compression: CompressionConfig, width: int) -> int:
     `rank` coordinates.
     """
     method, wire = str(compression.method), str(compression.wire)
-    numbers = width if method in ("none", "quantize") else compression.rank
+    numbers = width if method in WITHOUT_RANK else compression.rank
     if wire in _INTEGER_BITS:
-        # The payload travels in a carrier of two-byte numbers, hence an even count.
-        size = 2 * math.ceil((numbers * _INTEGER_BITS[wire] / 8 + _SCALE_BYTES) / 2)
+        size = math.ceil(numbers * _INTEGER_BITS[wire] / 8) + _SCALE_BYTES
     else:
         size = numbers * _NUMBER_BYTES[wire]
     return size + (_INDEX_BYTES * numbers if method == "topk" else 0)
@@ -153,7 +153,7 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         ]
     if is_last and not spec.tied:
         matrices.append(Matrix(d, spec.vocab, "head"))
-    if str(config.compression.method) == "none":
+    if str(config.compression.method) in ("none", "topk", "quantize"):
         cuts = 0
     elif dense:  # a projection on both sides of every cut
         cuts = 2 * len(segments) - (stage == 0) - is_last
@@ -210,14 +210,15 @@ def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, 
 
 
 def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool) -> int:
-    """Bytes that autograd keeps for the backward pass of one micro-batch in flight, weight_copies included.
+    """Bytes that autograd keeps for the backward pass of one micro-batch in flight.
 
     Counted per token and layer from model.Block (a = 2 bytes in bf16, 4 in float32; w = width of the stream): each of the
     two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w); the
     five matrices that read X keep a cast copy each in bf16 (10 d), or share one per norm in float32 (8 d); attention keeps
     queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU keeps four tensors of width h.
     The first stage adds the ids, the last one the final norm, the head's input, float32 log-probabilities (4 V per token)
-    and the targets. CUDA's fused norm may keep 8 d less per layer and token than is counted here.
+    and the targets; under bf16 each use of the basis its cast, and a tied head E + A_T U^T. CUDA's fused norm may keep 8 d
+    less per layer and token than is counted here.
     """
     spec, d = sizes.spec, sizes.spec.width
     number = 2 if bf16 else 4
@@ -232,16 +233,15 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
         per_token += 8
     if sizes.is_last:
         per_token += 8 * d + 4 + number * d + 4 * spec.vocab + 8
-    return micro_batch * spec.context * per_token + weight_copies(sizes, bf16, recompute)
-
-
-def weight_copies(sizes: StageSizes, bf16: bool, recompute: bool) -> int:
-    """Bytes of what every micro-batch in flight keeps of the weights themselves: under autocast its own bf16 copy of each
-    matrix and basis it multiplied with; in float32 nothing but a tied head's E + A_T U^T."""
-    if not bf16:
-        return 4 * sizes.head if sizes.lifts_table else 0
     bases = sizes.cuts + sizes.lifts_table + (0 if recompute else 2 * sizes.constrained)
-    return 2 * (sizes.products + (sizes.head if sizes.tied else 0) + bases * sizes.rank * sizes.spec.width)
+    tables = number * (sizes.head if sizes.lifts_table else 0) + (2 * bases * sizes.rank * d if bf16 else 0)
+    return micro_batch * spec.context * per_token + tables
+
+
+def weight_copies(sizes: StageSizes, bf16: bool) -> int:
+    """Bytes of the bf16 copies of the weights that a step's micro-batches share (Pipeline.step's autocast)."""
+    tied = sum(matrix.size for matrix in sizes.matrices if matrix.kind == "embedding" and sizes.is_last and sizes.tied)
+    return 2 * (sizes.products + tied) if bf16 else 0
 
 
 @dataclass(frozen=True)
@@ -264,10 +264,11 @@ class Memory:
 def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, fixed: int) -> Memory:
     """Memory of a stage that holds `in_flight` micro-batches at once (schedule.in_flight).
 
-    Assumes: parameters, gradients and moments in float32; AdamW with two moments, of which the second is one number per
-    row for coordinates (METHOD.md section 3), Muon with one for the blocks' matrices; activations as `saved_bytes`;
-    working space for one layer's gradients and, on the last stage, the logits and their gradient beside the saved
-    log-probabilities; `fixed` for libraries. Messages lie in host memory and aren't counted; neither is fragmentation.
+    Assumes: parameters, gradients and moments in float32, and `weight_copies`; AdamW with two moments, of which the second is
+    one number per row for coordinates (METHOD.md section 3), Muon with one for the blocks' matrices; activations as `saved_bytes`;
+    working space for the largest of: the gradients inside SwiGLU, a matrix's gradient (in bf16, then in float32) and, on the
+    last stage, the logits and their gradient beside the saved log-probabilities, or E + A_T U^T in the making; `fixed` for
+    libraries. Messages lie in host memory and aren't counted; neither is fragmentation.
     """
     spec = sizes.spec
     muon = config.optim.hidden == "muon"
@@ -276,21 +277,18 @@ def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, 
         moments += 4 * matrix.size
         if not (muon and matrix.kind == "hidden"):
             moments += 4 * (matrix.inputs if matrix.coordinates else matrix.size)
-    recompute = config.pipeline.recompute
-    tokens = config.micro_batch * spec.context
-    saved = saved_bytes(sizes, config.micro_batch, bf16, recompute)
     number = 2 if bf16 else 4
-    working = tokens * ((10 + 2 * number) * spec.width + 4 * number * spec.hidden)
+    tokens = config.micro_batch * spec.context
+    largest = max(sizes.head, *(matrix.size for matrix in sizes.matrices if matrix.kind != "embedding"))
+    working = max(2 * number * spec.hidden * tokens, (6 if bf16 else 4) * largest)
     if sizes.is_last:
-        logits = tokens * spec.vocab * (6 if bf16 else 4)
-        table = 8 * sizes.head if sizes.lifts_table else 0  # E and A_T U^T in float32 for a moment
-        working = max(working, logits + table)
+        working = max(working, 8 * spec.vocab * tokens, 8 * sizes.head if sizes.lifts_table else 0)
     return Memory(
-        weights=4 * sizes.parameters,
+        weights=4 * sizes.parameters + weight_copies(sizes, bf16),
         gradients=4 * sizes.parameters,
         moments=moments,
         static=sizes.static,
-        activations=in_flight * saved,
+        activations=in_flight * saved_bytes(sizes, config.micro_batch, bf16, config.pipeline.recompute),
         working=working,
         fixed=fixed,
     )

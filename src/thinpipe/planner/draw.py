@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#999999", "tally": "#000000", "tied": "#CC79A7"}
 _MESSAGES = {"send_forward": "#0072B2", "send_backward": "#D55E00"}
+_METHODS = ("#D55E00", "#0072B2")  # dense, compressed
 _SEEN_THROUGH = 0.7  # messages on their way at the same time show darker
 _INK = "#333333"
 
@@ -26,8 +28,9 @@ _INK = "#333333"
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
     """Write a PNG of one step: a lane per stage, between two lanes their messages, from first bit sent to last bit received.
 
-    The dotted line is where the first stage begins the next step; the others follow as the tally's total reaches them.
+    The others begin the next step as the tally's total reaches them.
     """
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     tall = timeline.stages <= 8
@@ -50,7 +53,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
             axes.broken_barh([(row.start, row.end - row.start)], (upper + offset, lane), facecolor=_MESSAGES[row.kind], alpha=_SEEN_THROUGH)
         else:
             axes.plot([row.start, row.end], [row.stage, row.to], color=_COLOURS[row.kind], linewidth=0.8)
-    axes.axvline(timeline.seconds_per_step, color=_INK, linewidth=0.8, linestyle=":")
+    ends = axes.axvline(timeline.seconds_per_step, color=_INK, linewidth=0.8, linestyle=":", label="stage 0 begins the next")
     axes.set_xlim(0, max([timeline.seconds_per_step, *(row.end for row in timeline.rows)]) * 1.01)
     axes.set_ylim(timeline.stages - 1 + 0.62, -0.62)
     axes.set_yticks(range(timeline.stages))
@@ -59,13 +62,15 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     title = title or f"One step: {timeline.seconds_per_step:.3g} s; beside each stage the share of it that it computes"
     axes.set_title(title, loc="left", fontsize=10)
     kinds = {row.kind for row in timeline.rows}
-    names = {"send_forward": "activations", "send_backward": "gradients", "tied": "tied table", "tally": "tally"}
-    handles = [
-        Patch(facecolor=colour, alpha=_SEEN_THROUGH if kind in _MESSAGES else 1, label=names.get(kind, kind))
-        for kind, colour in (_COLOURS | _MESSAGES).items()
-        if kind in kinds
-    ]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.9 / figure.get_size_inches()[1]), ncol=6, frameon=False)
+    names = {"send_forward": "activations", "send_backward": "gradients", "tied": "tied table"}
+    handles: list[Any] = []
+    for kind, colour in (_COLOURS | _MESSAGES).items():
+        if kind in ("tied", "tally") and kind in kinds:
+            handles.append(Line2D([], [], color=colour, linewidth=0.8, label=names.get(kind, kind)))
+        elif kind in kinds:
+            handles.append(Patch(facecolor=colour, alpha=_SEEN_THROUGH if kind in _MESSAGES else 1, label=names.get(kind, kind)))
+    below = -0.9 / figure.get_size_inches()[1]
+    axes.legend(handles=[*handles, ends], loc="upper center", bbox_to_anchor=(0.5, below), ncol=8, frameon=False, fontsize=9)
     _save(figure, path)
 
 
@@ -83,7 +88,7 @@ class Width(NamedTuple):
     compressed: float
 
 
-def square_cube(gpu: GPU, link: Link, widths: Sequence[int], rank_of: int = 100, context: int = 1024) -> list[Width]:
+def square_cube(gpu: GPU, link: Link, widths: Sequence[int], rank_of: int = 128, context: int = 1024) -> list[Width]:
     """Seconds of compute of one layer, of the dense stream's messages, and of the compressed ones, for each width.
 
     Forward and backward of one sequence through one layer of Llama proportions (heads of 128 numbers, hidden = 3.5 d)
@@ -106,23 +111,29 @@ def square_cube(gpu: GPU, link: Link, widths: Sequence[int], rank_of: int = 100,
     return rows
 
 
-def draw_widths(gpu: GPU, link: Link, path: str | Path, rank_of: int = 100) -> None:
-    """Write a PNG of `square_cube` for widths from 256 to 32,768."""
-    widths = [2**power for power in range(8, 16)]
+def draw_widths(gpu: GPU, link: Link, path: str | Path, rank_of: int = 128) -> None:
+    """Write a PNG of `square_cube` for widths from 256 to 262,144, with the widths at which compute equals the messages."""
+    widths = [2**power for power in range(8, 19)]
     rows = square_cube(gpu, link, widths, rank_of)
-    figure, axes = _figure(7, 4.4)
-    lines = {
-        f"compute of one layer ({gpu.name})": ([row.compute for row in rows], _COLOURS["backward"]),
-        "messages, dense": ([row.dense for row in rows], _MESSAGES["send_forward"]),
-        f"messages, {rank_of}x compressed": ([row.compressed for row in rows], _COLOURS["forward"]),
-    }
-    for label, (seconds, colour) in lines.items():
+    compute = [row.compute for row in rows]
+    figure, axes = _figure(7.5, 4.6)
+    messages = {"messages, dense": [row.dense for row in rows], f"messages, {rank_of}x compressed": [row.compressed for row in rows]}
+    lines = {f"compute of one layer, {gpu.name}": compute} | messages
+    for (label, seconds), colour in zip(lines.items(), (_INK, *_METHODS), strict=True):
         axes.plot(widths, seconds, color=colour, linewidth=2)
         at = (widths[-1], seconds[-1])
         axes.annotate(label, at, xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
+    for seconds, colour in zip(messages.values(), _METHODS, strict=True):
+        for i in range(1, len(widths)):
+            before, after = (math.log(compute[j] / seconds[j]) if seconds[j] else 0.0 for j in (i - 1, i))
+            if before < 0 <= after:
+                width = widths[i - 1] * (widths[i] / widths[i - 1]) ** (before / (before - after))
+                axes.axvline(width, color=colour, linewidth=0.8, linestyle=":")
+                text = f" in balance at\n d = {float(f'{width:.2g}'):,.0f}"
+                axes.annotate(text, (width, 0.03), xycoords=("data", "axes fraction"), color=colour, fontsize=8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(widths, [f"{width:,}" for width in widths])
+    axes.set_xticks(widths[::2], [f"{width:,}" for width in widths[::2]])
     axes.minorticks_off()
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_xlabel("width d")

@@ -89,17 +89,18 @@ class Network:
         self.clock = clock
         hosts, star = len(links) + 1, is_star(links)
         hops = build_hops(links, star)
-        self.rates = [hop.rate for hop in hops]
+        self.rates = {number: hop.rate for number, hop in enumerate(hops) if hop.rate is not None}
         self.delays: dict[tuple[int, int], float] = {}
         self._routes: dict[tuple[int, int], list[int]] = {}
         last = hosts - 1
         for pair in [(i, j) for i in range(hosts) for j in range(hosts) if abs(i - j) == 1 or {i, j} == {0, last} != {i}]:
             passed = route(*pair, hosts, star)
             self.delays[pair] = sum(hops[number].delay for number in passed)
-            self._routes[pair] = [number for number in passed if hops[number].rate is not None]
+            self._routes[pair] = [number for number in passed if number in self.rates]
         self._sending: dict[tuple[int, int], Message] = {}
         self._queues: dict[tuple[int, int], deque[Message | Callable[[], None]]] = defaultdict(deque)
-        self._sharing: list[dict[Message, None]] = [{} for _ in hops]  # in order, so that runs repeat bit for bit
+        # On each limited hop, in order, so that runs repeat bit for bit.
+        self._sharing: dict[int, dict[Message, None]] = {number: {} for number in self.rates}
 
     def post(self, message: Message) -> None:
         """The receiver asks for the message."""
@@ -152,12 +153,11 @@ class Network:
 
     def _set_rate(self, message: Message) -> None:
         route = self._routes[message.source, message.target]
-        shares = [rate / len(self._sharing[hop]) for hop in route if (rate := self.rates[hop]) is not None]
-        rate = min(shares, default=float("inf"))
-        if rate == message.rate and message.version:
+        rate = min((self.rates[hop] / len(self._sharing[hop]) for hop in route), default=float("inf"))
+        if rate == message.rate:
             return
         now = self.clock.now
-        message.remaining = max(0.0, message.remaining - (now - message.since) * message.rate) if message.version else message.remaining
+        message.remaining = max(0.0, message.remaining - (now - message.since) * message.rate)
         message.rate, message.since = rate, now
         message.version += 1
         version = message.version

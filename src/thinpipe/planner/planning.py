@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,18 @@ from ..errors import ThinpipeError
 from ..lab import Link
 from ..lab.paths import is_star
 from .costs import GPU, Costs, costs_by_formula
-from .counts import Memory, message_bytes, parameters, saved_bytes, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes_per_token
-from .search import Name, best_schedule, bound, few_warmups
+from .counts import (
+    WITHOUT_RANK,
+    Memory,
+    message_bytes,
+    parameters,
+    saved_bytes,
+    stage_memory,
+    stage_sizes,
+    tied_bytes_per_step,
+    wire_bytes_per_token,
+)
+from .search import Name, best_schedule, bound
 from .simulation import Timeline, per_boundary, simulate
 
 _CLOSE = 1.03  # fewer stages are preferred to a step that is this much shorter
@@ -27,7 +37,7 @@ class Plan:
 
     Attributes:
         seconds_per_step: of a steady step, tally and optimizer included; validation and saving are not.
-        least_seconds_per_step: what no schedule can beat with these costs and links (search.bound).
+        least_seconds_per_step: what no schedule can beat with these costs and links (search.bound, and the first stage's optimizer).
         bound: what binds: the one of "compute", "bandwidth" and "latency" that would shorten the step most if it cost nothing.
         memory_gb: by stage, in 1e9 bytes (counts.stage_memory says what is assumed); fits: whether every stage fits the GPU.
         wire_bytes_per_token: per boundary and direction; wire_bytes_forward, wire_bytes_backward: of a step, all boundaries.
@@ -87,7 +97,7 @@ def plan(
         links: one for all boundaries, or one each.
         gpu: what each stage has: the source of costs where none are given, and of the memory to fit.
         costs: measured ones, for the config as it is; the dense ones are then these times the ratio of the formulas.
-        tokens: how many to train on (None: the config's steps).
+        tokens: how many to train on (None: config.plan.tokens, or those of the config's steps).
         replicas: pipelines beside each other; averaging them is not counted.
 
     Raises ThinpipeError if links or vocabulary don't fit the config.
@@ -101,12 +111,12 @@ def plan(
     seconds, dense_seconds = timeline.seconds_per_step, _dense_seconds(config, vocab, links, gpu, costs)
     memory = memory_by_stage(config, vocab, gpu, [schedule.in_flight(stage_actions) for stage_actions in actions])
     batch_tokens = config.train.batch * spec.context * replicas
-    tokens = config.train.steps * batch_tokens if tokens is None else tokens
+    tokens = tokens or config.plan.tokens or config.train.steps * batch_tokens
     forward_bytes, backward_bytes = (size * micro_batches * (stages - 1) for size in message_bytes(config))
     per_token = wire_bytes_per_token(config)
     return Plan(
         seconds_per_step=seconds,
-        least_seconds_per_step=bound(ours, links, micro_batches),
+        least_seconds_per_step=bound(ours, links, micro_batches) + ours.optimizer[0],
         tokens_per_s=batch_tokens / seconds,
         bound=what_binds(actions, ours, links, seconds),
         memory_gb=[part.total / 1e9 for part in memory],
@@ -121,7 +131,7 @@ def plan(
         days=tokens * seconds / batch_tokens / 86400,
         tokens=tokens,
         method=config.compression.method,
-        rank=None if config.compression.method == "none" else config.compression.rank,
+        rank=None if config.compression.method in WITHOUT_RANK else config.compression.rank,
         stages=stages,
         micro_batches=micro_batches,
         replicas=replicas,
@@ -141,7 +151,7 @@ def what_binds(actions: Sequence[Sequence[schedule.Action]], costs: Costs, links
         return "compute"
     nothing = (0.0,) * costs.stages
     without = {
-        "compute": (replace(costs, forward=nothing, backward=nothing, optimizer=nothing, send_overhead=0.0), links),
+        "compute": (replace(costs, forward=nothing, backward=nothing, optimizer=nothing), links),
         "bandwidth": (replace(costs, forward_bytes=0, backward_bytes=0, tied_bytes=0), links),
         # Not quite zero: links that differ must stay different, since equal ones share a host's rate.
         "latency": (costs, [replace(link, delay=link.delay * 1e-6) for link in links]),
@@ -170,7 +180,7 @@ def in_flight_limits(config: Config, vocab: int, gpu: GPU) -> list[int]:
 
 def _schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[Name, int | None, str]:
     pipeline = config.pipeline
-    if str(pipeline.schedule) != "auto":
+    if pipeline.schedule != "auto":
         return pipeline.schedule, pipeline.warmup, "as configured"
     # What doesn't fit is told by Plan.fits; the schedule then is the one that holds the least.
     least = [min(pipeline.micro_batches, pipeline.stages - stage) for stage in range(pipeline.stages)]
@@ -190,13 +200,7 @@ def _dense_seconds(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, 
             columns = (getattr(each, name) for each in (measured, costs, ours))
             return tuple(m * d / o for m, d, o in zip(*columns, strict=True))
 
-        costs = replace(
-            costs,
-            forward=scaled("forward"),
-            backward=scaled("backward"),
-            optimizer=scaled("optimizer"),
-            send_overhead=measured.send_overhead,
-        )
+        costs = replace(costs, forward=scaled("forward"), backward=scaled("backward"), optimizer=scaled("optimizer"))
     name, warmup, _ = _schedule(dense, vocab, costs, links, gpu)
     return simulate(schedule.actions(name, costs.stages, config.pipeline.micro_batches, warmup), costs, links).seconds_per_step
 
@@ -238,7 +242,8 @@ def suggest(
     found: list[tuple[float, Config]] = []
     for stages in _stage_counts(config, links, max_stages):
         best = min((seconds for seconds, _ in found), default=float("inf"))
-        found += _fastest(config, vocab, links, gpu, stages, enough=_CLOSE * best)
+        fastest = _fastest(config, vocab, links, gpu, stages, enough=_CLOSE * best)
+        found += [fastest] if fastest else []
         if goal and any(seconds <= goal for seconds, _ in found):
             break
     if not found:
@@ -249,7 +254,7 @@ def suggest(
     best = min(seconds for seconds, _ in found)
     enough = goal if goal and best <= goal else _CLOSE * best
     _, chosen = min((each for each in found if each[0] <= enough), key=lambda each: (each[1].pipeline.stages, each[0]))
-    chosen = _with_schedule(_largest_rank(chosen, vocab, links, gpu, goal), vocab, links, gpu)
+    chosen = _largest_rank(_with_schedule(chosen, vocab, links, gpu), vocab, links, gpu, goal)
     planned = plan(chosen, vocab, links, gpu)
     reached = f"; the target of {tokens_per_s:,.0f} tokens/s is out of reach" if goal and planned.seconds_per_step > goal else ""
     rank = "" if planned.rank is None else f", rank {planned.rank} ({planned.compression:.3g}x fewer bytes)"
@@ -270,8 +275,8 @@ def _stage_counts(config: Config, links: Sequence[Link], max_stages: int | None)
     return sorted({s for s in range(1, most + 1) if parts % s == 0} | {min(config.pipeline.stages, most)})
 
 
-def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages: int, enough: float) -> Iterator[tuple[float, Config]]:
-    """The fastest number of micro-batches that fits, with its seconds per step; nothing if none can be as fast as `enough`.
+def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages: int, enough: float) -> tuple[float, Config] | None:
+    """Seconds per step and config with the fastest number of micro-batches that fits; None if none can be as fast as `enough`.
 
     Branch and bound: most promising first, until the lower bound of the rest is no better than what was found.
     """
@@ -288,11 +293,10 @@ def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages
     for least, micro_batches, tried, costs, limits in sorted(open_, key=lambda each: each[:2]):
         if least >= (best[0] if best else enough):
             break
-        seconds = best_schedule(costs, links, micro_batches, limits, few_warmups(costs, links, micro_batches)).seconds_per_step
+        seconds = best_schedule(costs, links, micro_batches, limits, depths=5).seconds_per_step
         if best is None or seconds < best[0]:
             best = seconds, tried
-    if best is not None:
-        yield best
+    return best
 
 
 def _with_schedule(config: Config, vocab: int, links: Sequence[Link], gpu: GPU) -> Config:
@@ -302,25 +306,23 @@ def _with_schedule(config: Config, vocab: int, links: Sequence[Link], gpu: GPU) 
 
 
 def _largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, goal: float | None) -> Config:
-    if config.compression.method == "none" or config.pipeline.stages == 1:
+    """The largest rank that the goal, or _THIN, allows; in the config's schedule."""
+    stages, width = config.pipeline.stages, config.sizes()["width"]
+    if config.compression.method in WITHOUT_RANK or stages == 1:
         return config
-
-    def seconds(tried: Config) -> float:
-        costs = costs_by_formula(tried, vocab, gpu)
-        micro_batches = tried.pipeline.micro_batches
-        limits = in_flight_limits(tried, vocab, gpu)
-        return best_schedule(costs, links, micro_batches, limits, few_warmups(costs, links, micro_batches)).seconds_per_step
+    name, warmup, _ = _schedule(config, vocab, costs_by_formula(config, vocab, gpu), links, gpu)
+    actions = schedule.actions(name, stages, config.pipeline.micro_batches, warmup)
+    held = [schedule.in_flight(stage_actions) for stage_actions in actions]
 
     def with_rank(rank: int) -> Config:
         return replace(config, compression=replace(config.compression, rank=rank))
 
-    width = config.sizes()["width"]
+    def seconds(tried: Config) -> float:
+        return simulate(actions, costs_by_formula(tried, vocab, gpu), links).seconds_per_step
+
+    def fits(tried: Config) -> bool:
+        return all(h <= most for h, most in zip(held, in_flight_limits(tried, vocab, gpu), strict=True))
+
     ranks = sorted({max(1, width >> shift) for shift in range(1, 9)} | {config.compression.rank}, reverse=True)
     most = goal if goal and seconds(config) <= goal else _THIN * seconds(with_rank(ranks[-1]))
-    for rank in ranks:
-        try:
-            if seconds(tried := with_rank(rank)) <= most:
-                return tried
-        except ThinpipeError:  # its activations don't fit
-            continue
-    return config
+    return next((tried for tried in map(with_rank, ranks) if fits(tried) and seconds(tried) <= most), config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -16,7 +15,6 @@ from .simulation import Timeline, per_boundary, simulate
 
 Name = Literal["wan", "gpipe", "1f1b"]
 
-_WARMUPS = 10  # depths tried between the shallowest and the deepest
 _TIE = 0.01  # schedules closer than this are equal; the one that holds less is taken
 
 
@@ -89,17 +87,17 @@ def best_schedule(
     links: Sequence[Link],
     micro_batches: int,
     limit: int | Sequence[int] | None = None,
-    warmups: Sequence[int] | None = None,
+    depths: int = 10,
 ) -> Choice:
     """The schedule with the shortest step; of those within 1 % of it, the one that holds the fewest micro-batches.
 
-    Tries gpipe, 1f1b, and wan at some ten depths from 1F1B's to "every stage but the last runs all forwards first". Beyond
+    Tries gpipe, 1f1b, and wan at depths from 1F1B's to "every stage but the last runs all forwards first". Beyond
     pipeline.warmup = micro_batches, the depth at the first stages stays at all micro-batches and falls later: each stage
     should run (F + B + 2 (tau + lambda)) / (F + B) forwards more than the next to cover a round trip.
 
     Args:
         limit: micro-batches that memory lets a stage hold in flight, for all stages or one number each (None: any).
-        warmups: the depths of wan to try instead of those.
+        depths: how many depths of wan to try.
 
     Raises ThinpipeError if even 1F1B's order holds more.
     """
@@ -107,8 +105,10 @@ def best_schedule(
     limits = [micro_batches if limit is None else limit] * stages if limit is None or isinstance(limit, int) else list(limit)
     tried: dict[tuple[str, tuple[int, ...]], _Candidate] = {}
     refused = False
-    depths = _warmups(costs, links, micro_batches) if warmups is None else warmups
-    orders: list[tuple[Name, int | None]] = [("gpipe", None), ("1f1b", None), *(("wan", depth) for depth in depths)]
+    shallow = min(stages, micro_batches)
+    deep = max(shallow, 1 + (micro_batches - 1) * (stages - 1))
+    warmups = {micro_batches, *(round(shallow * (deep / shallow) ** (i / (depths - 1))) for i in range(depths))}
+    orders: list[tuple[Name, int | None]] = [("gpipe", None), ("1f1b", None), *(("wan", warmup) for warmup in sorted(warmups))]
     for name, warmup in orders:
         if name == "1f1b" and micro_batches < stages:
             continue
@@ -129,28 +129,6 @@ def best_schedule(
     chosen = min(near, key=lambda c: (sum(c.held), c.name != "wan", c.timeline.seconds_per_step))
     why = _why(chosen, list(tried.values()), refused)
     return Choice(chosen.name, chosen.warmup, chosen.timeline.seconds_per_step, chosen.timeline.makespan, why)
-
-
-def _warmups(costs: Costs, links: Sequence[Link], micro_batches: int) -> list[int]:
-    shallow = min(costs.stages, micro_batches)
-    deep = max(shallow, 1 + (micro_batches - 1) * (costs.stages - 1))
-    ratio = (deep / shallow) ** (1 / (_WARMUPS - 1))
-    spread = {round(shallow * ratio**i) for i in range(_WARMUPS)} if deep - shallow > _WARMUPS else set(range(shallow, deep + 1))
-    return sorted({*spread, *few_warmups(costs, links, micro_batches)})
-
-
-def few_warmups(costs: Costs, links: Sequence[Link], micro_batches: int) -> list[int]:
-    """1F1B's depth, all micro-batches, and the depth that covers a round trip (see best_schedule)."""
-    shallow = min(costs.stages, micro_batches)
-    work = max(f + b for f, b in zip(costs.forward, costs.backward, strict=True))
-    links = per_boundary(links, costs.stages)
-    covering = micro_batches
-    if links and work:
-        rates = [rate for link in links for rate in (link.up, link.down) if rate is not None]
-        wire = 8 * (costs.forward_bytes + costs.backward_bytes) / min(rates) if rates else 0.0
-        slope = 1 + (wire + 2 * max(link.delay for link in links)) / work
-        covering = 1 + (costs.stages - 1) * min(math.ceil(slope), micro_batches - 1)
-    return sorted({shallow, micro_batches, max(shallow, covering)})
 
 
 def _why(chosen: _Candidate, tried: list[_Candidate], refused: bool) -> str:

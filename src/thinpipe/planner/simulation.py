@@ -1,8 +1,9 @@
-"""A step as the runtime executes it: every stage works its action list off (pipeline.Pipeline over torch's interpreter).
+"""A step as the runtime executes it: every stage works its action list off (pipeline.Pipeline).
 
 Compute is serial per stage and waits for the message it needs. A send starts right after it is issued and doesn't hold the
-stage up. After the list come the tied table's exchange, the tally down and up the pipeline (Pipeline.tally), the optimizer
-and the next step. How messages share links stands in network.py.
+stage up. When the list is done, the receives that the next step begins with are posted; then come the tied table's exchange,
+the tally down and up the pipeline (its receives were posted when the step began), the optimizer and the next step. How
+messages share links stands in network.py.
 """
 
 from __future__ import annotations
@@ -109,38 +110,42 @@ class _Simulation:
         )
 
     def _stage(self, stage: int) -> Process:
+        actions = self.actions[stage]
+        leading = next(number for number, action in enumerate(actions) if not action.kind.startswith("recv"))
+        self._post(stage, 0, actions[:leading])
         for step in range(self.steps):
             if stage == 0:
                 self.began.append(self.clock.now)
-            yield from self._schedule(stage, step)
+            self._expect_tally(stage, step)
+            for action in actions[leading:]:
+                yield from self._act(stage, step, action)
+            if step + 1 < self.steps:
+                self._post(stage, step + 1, actions[:leading])
             yield from self._tied(stage, step)
             yield from self._tally(stage, step)
             yield from self._compute(stage, step, "optimizer", 0, self.costs.optimizer[stage])
         if stage == 0:
             self.began.append(self.clock.now)
 
-    def _schedule(self, stage: int, step: int) -> Process:
-        sent = []
-        for kind, m in self.actions[stage]:
-            if kind == "recv_forward":
-                self.network.post(self._message(step, "send_forward", m, stage - 1, stage))
-            elif kind == "recv_backward":
-                self.network.post(self._message(step, "send_backward", m, stage + 1, stage))
-            elif kind == "send_forward" or kind == "send_backward":
-                yield self.costs.send_overhead
-                message = self._message(step, kind, m, stage, stage + (1 if kind == "send_forward" else -1))
-                self.network.issue(message)
-                sent.append(message)
-            elif kind == "forward":
-                if stage > 0:
-                    yield self._message(step, "send_forward", m, stage - 1, stage).arrived
-                yield from self._compute(stage, step, kind, m, self.costs.forward[stage])
-            else:
-                if stage < self.last:
-                    yield self._message(step, "send_backward", m, stage + 1, stage).arrived
-                yield from self._compute(stage, step, kind, m, self.costs.backward[stage])
-        for message in sent:  # the runtime's step ends when its sends have
-            yield message.left
+    def _act(self, stage: int, step: int, action: Action) -> Process:
+        kind, m = action
+        if kind == "recv_forward" or kind == "recv_backward":
+            self._post(stage, step, [action])
+        elif kind == "send_forward" or kind == "send_backward":
+            self.network.issue(self._message(step, kind, m, stage, stage + (1 if kind == "send_forward" else -1)))
+        elif kind == "forward":
+            if stage > 0:
+                yield self._message(step, "send_forward", m, stage - 1, stage).arrived
+            yield from self._compute(stage, step, kind, m, self.costs.forward[stage])
+        else:
+            if stage < self.last:
+                yield self._message(step, "send_backward", m, stage + 1, stage).arrived
+            yield from self._compute(stage, step, kind, m, self.costs.backward[stage])
+
+    def _post(self, stage: int, step: int, receives: Sequence[Action]) -> None:
+        for kind, m in receives:
+            down: Work = "send_forward" if kind == "recv_forward" else "send_backward"
+            self.network.post(self._message(step, down, m, stage + (-1 if kind == "recv_forward" else 1), stage))
 
     def _tied(self, stage: int, step: int) -> Process:
         if self.costs.tied_bytes and self.last and stage in (0, self.last):
@@ -152,21 +157,22 @@ class _Simulation:
             yield own.left
 
     def _tally(self, stage: int, step: int) -> Process:
+        """Down from the last stage, added up, and up again. A stage's sends need no wait: the total comes back behind them."""
         if stage < self.last:
-            yield from self._receive(self._message(step, "tally", 0, stage + 1, stage))
+            yield self._message(step, "tally", 0, stage + 1, stage).arrived
         if stage > 0:
-            yield from self._send(self._message(step, "tally", 0, stage, stage - 1))
-            yield from self._receive(self._message(step, "tally", 1, stage - 1, stage))
+            self.network.issue(self._message(step, "tally", 0, stage, stage - 1))
+            yield self._message(step, "tally", 1, stage - 1, stage).arrived
         if stage < self.last:
-            yield from self._send(self._message(step, "tally", 1, stage, stage + 1))
+            total = self._message(step, "tally", 1, stage, stage + 1)
+            self.network.issue(total)
+            yield total.left
 
-    def _receive(self, message: Message) -> Process:
-        self.network.post(message)
-        yield message.arrived
-
-    def _send(self, message: Message) -> Process:
-        self.network.issue(message)
-        yield message.left
+    def _expect_tally(self, stage: int, step: int) -> None:
+        if stage < self.last:
+            self.network.post(self._message(step, "tally", 0, stage + 1, stage))
+        if stage > 0:
+            self.network.post(self._message(step, "tally", 1, stage - 1, stage))
 
     def _compute(self, stage: int, step: int, kind: Work, m: int, seconds: float) -> Process:
         start = self.clock.now
