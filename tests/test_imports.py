@@ -9,7 +9,7 @@ FLOORS = {
     0: {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh"},
     1: {"subspace", "codecs"},
     2: {"method", "optim", "data", "export", "metrics", "watch"},
-    3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device"},
+    3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device", "probe"},
     4: {"trainer", "generate", "calibrate"},
     5: {"cli", "runner", "trial", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
 }
@@ -17,8 +17,9 @@ FLOORS = {
 SIDEWAYS = {
     *(("sizes", "errors"), ("config", "errors"), ("config", "sizes"), ("schedule", "config"), ("lab", "config"), ("lab", "errors")),
     *(("planner", room) for room in ("config", "errors", "sizes", "schedule", "lab")),
-    *(("optim", "method"), ("trainer", "generate")),
+    *(("optim", "method"), ("trainer", "generate"), ("trainer", "calibrate")),
     *(("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology")),
+    *(("probe", "topology"), ("probe", "launch")),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 TORCH_FREE = {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "data"}

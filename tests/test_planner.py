@@ -243,6 +243,9 @@ def config(**groups: dict[str, Any]) -> Config:
 MODELS = [
     config(),
     config(compression={"method": "none"}),
+    config(compression={"method": "none", "stage_table": "full"}),
+    config(compression={"method": "projected", "stage_table": 5}),
+    config(compression={"method": "subspace", "stage_table": 3}),
     config(compression={"static": "gaussian"}, pipeline={"stages": 2}),
     config(model={"tied": True}),
     config(model={"tied": True}, compression={"method": "none"}),
@@ -250,7 +253,7 @@ MODELS = [
 ]
 
 
-NAMES = ["subspace", "dense", "gaussian", "tied", "dense tied", "recompute, muon"]
+NAMES = ["subspace", "dense", "dense, tables", "projected, tables", "subspace, tables", "gaussian", "tied", "dense tied", "recompute, muon"]
 
 
 def inputs(config: Config, stage: Stage) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -16,10 +18,12 @@ from . import launch
 from .config import Config
 from .data import prepare
 from .device import pick_device, share_cores, use_bf16
+from .lab import Link, Measured
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
-from .planner import Costs, message_bytes, tied_bytes_per_step
+from .planner import GPU, Choice, Costs, best_schedule, find_gpu, in_flight_limits, message_bytes, tied_bytes_per_step
+from .probe import measure_links
 from .run import open_run
 from .topology import Topology
 
@@ -75,7 +79,7 @@ def _time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float)
             torch.autograd.backward(out, None if stage.is_last else codec.decode_gradient(wire.to(device), out.dtype))
             if c is not None:
                 assert c.grad is not None
-                codec.encode_gradient(c.grad).cpu()
+                codec.encode_gradient(c.grad, codec.places(wire.to(device))).cpu()
             forwards.append(turn - start)
             backwards.append(_now(device) - turn)
     return median(forwards[1:]), median(backwards[1:])
@@ -111,3 +115,44 @@ def calibrate_stage(config: Config, here: Topology, folder: Path) -> None:
     costs: dict[str, Any] = asdict(measure_costs(stage, here, config, Optimizer(stage.roles(), config.optim, stage.spec.width)))
     if here.is_first:
         write_whole(folder / _COSTS, to_json(costs))
+
+
+def choose_schedule(stage: Stage, here: Topology, config: Config) -> Choice:
+    """What `schedule = "auto"` stands for here and now: from measured compute, links and free memory. COLLECTIVE.
+
+    Gradients are summed in the same order by every schedule, so that the choice changes no number of the training.
+    """
+    costs = measure_costs(stage, here, config, seconds=0.5)
+    found = measure_links(here, 0.2, [(s, s + 1) for s in range(here.stages - 1)])
+    mine = in_flight_limits(config, stage.spec.vocab, _this_machine(stage, here))[here.stage]
+    links = shared_or_apart([(found[s][s + 1], found[s + 1][s]) for s in range(here.stages - 1)])
+    # The machine that measured slightly more must not choose something else: the first one chooses.
+    limits = [max(1, limit) for limit in here.gather(mine)]
+    least = [min(config.pipeline.micro_batches, here.stages - s) for s in range(here.stages)]
+    choice = best_schedule(costs, links, config.pipeline.micro_batches, [max(pair) for pair in zip(limits, least, strict=True)])
+    return Choice(*here.gather(list(choice))[0])
+
+
+def shared_or_apart(pairs: Sequence[tuple[Measured | None, Measured | None]]) -> list[Link]:
+    """Links of the boundaries in turn, from what was measured both ways.
+
+    Alike (rates and delays within a quarter or 5 ms) they are taken as uplinks that a machine's boundaries share, as at
+    home; else each has its own.
+    """
+    seen = [[each for each in pair if each is not None] for pair in pairs]
+    rates = [1e6 * min(each.rate for each in both) for both in seen]
+    delays = [median(each.round_trip for each in both) / 2e3 for both in seen]
+    if not rates:
+        return []
+    if max(rates) <= 1.25 * min(rates) and max(delays) - min(delays) <= max(0.005, min(delays) / 4):
+        rates, delays = [median(rates)] * len(rates), [median(delays)] * len(delays)
+    return [Link(up=rate, down=rate, delay=delay) for rate, delay in zip(rates, delays, strict=True)]
+
+
+def _this_machine(stage: Stage, here: Topology) -> GPU:
+    """A GPU of the memory that this stage may still fill."""
+    if stage.device.type == "cuda":
+        free = torch.cuda.mem_get_info(stage.device)[0]
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // here.local_world
+    return replace(find_gpu("cpu"), memory_gb=free / 1e9, bf16=1.0 if stage.bf16 else None, fixed_gb=0.0)

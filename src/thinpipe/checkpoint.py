@@ -114,13 +114,16 @@ class Checkpointer:
         keep_every: checkpoints whose step this divides are kept too (0: none).
         resumed: step of the checkpoint that the run goes on from. Later ones on disk (`find` rejected them) then belong to
             an abandoned future: they don't count as checkpoints and go when the run has passed them.
+
+    Attributes:
+        newest: step of the newest checkpoint that is safe on every machine; None if there is none.
     """
 
     def __init__(self, folder: Path, topology: Topology, keep_last: int, keep_every: int, resumed: int | None = None) -> None:
         assert keep_last >= 1
         self.folder, self.topology = folder, topology
         self.keep_last, self.keep_every = keep_last, keep_every
-        self._newest = resumed
+        self.newest = resumed
         self._abandoned = {step for step in _steps(folder) if resumed is not None and step > resumed}
         self._copies: dict[str, torch.Tensor] = {}
         self._save: _Save | None = None
@@ -147,7 +150,7 @@ class Checkpointer:
             tensors: what this stage owns, by global name; no name is owned by two stages.
             facts: JSON stored in the manifest, the same on all stages (the first stage's is taken).
         """
-        if step == self._newest or (self._save is not None and self._save.step == step):
+        if step == self.newest or (self._save is not None and self._save.step == step):
             return
         assert self._save is None, "commit the earlier save first"
         for name in self._copies.keys() - tensors.keys():
@@ -183,9 +186,9 @@ class Checkpointer:
             error = self._everywhere(lambda: self._seal(save.step, content))
         if error:
             self._everywhere(lambda: self._discard(save.step))
-            stays = f"step {self._newest} stays the newest" if self._newest is not None else "there is none yet"
+            stays = f"step {self.newest} stays the newest" if self.newest is not None else "there is none yet"
             return f"checkpoint of step {save.step} was not saved: {error}\nMake room or mend that disk; training goes on, {stays}."
-        self._newest = save.step
+        self.newest = save.step
         self._abandoned.discard(save.step)
         error = self._everywhere(lambda: self._publish(save.step))
         return f"checkpoint of step {save.step} was saved, but then: {error}" if error else None

@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
 from .config import Config, ThinpipeError, load
 
+_Kind = TypeVar("_Kind")
 _BOX = "│╭╮╰╯─ "
 
 
@@ -116,6 +117,36 @@ class Lab(Output, Config):
 
     link: str | None = None
     """Links, in place of plan.link: 80mbit,25ms for all hosts, or one for each boundary joined by "/"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(Output, Config):
+    """Measure the links between the machines of a run; recommend the order of its stages and the rank.
+
+    thinpipe probe [CONFIG.toml] --network.rdzv HOST:PORT --network.nodes N [--group.field value ...], on each machine.
+    All print the result.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race(Output, Config):
+    """Train several configs on the same data, order, seed and links: loss at equal tokens, at equal time, time to a loss.
+
+    thinpipe race A.toml B.toml ... [--link RATE,DELAY | --link RATE,DELAY B.toml=unlimited] [--group.field value ...]. Overrides apply
+    to all; the first is what the others are compared with.
+    """
+
+    rows: tyro.conf.Suppress[tuple[tuple[str, Config], ...]] = ()
+    link: tuple[str, ...] = ()
+    """Links in place of plan.link: for all, and CONFIG=LINK for one config."""
+    target: float | None = None
+    """Loss whose time counts (not given: the first config's final one)."""
+    seeds: int = 1
+    """Seeds to train each config with."""
+    timing: Literal["auto", "lab", "planner"] = "auto"
+    """What the seconds of a step are: measured over a few steps in the lab, or planned. auto: the lab where it can run."""
+    out: str = "runs/race"
+    """Folder of the runs and plots; what is finished in it is not trained again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +316,54 @@ def _plan(args: Plan) -> dict[str, Any]:
     return result
 
 
+def _probe(args: Probe) -> dict[str, Any]:
+    from .probe import describe, probe
+
+    result = probe(_config(args), _say, args.debug)
+    if not args.json:
+        print(describe(result))
+    return result
+
+
+def _race(args: Race) -> dict[str, Any]:
+    from .race import Entry, race
+
+    named = dict(text.split("=", 1) for text in args.link if ".toml=" in text)
+    common = [text for text in args.link if ".toml=" not in text]
+    if len(common) > 1:
+        raise ThinpipeError(f"--link {' '.join(args.link)}: give one link for all, and CONFIG.toml=LINK for one config")
+    files = [name for name, _ in args.rows]
+    if unknown := [name for name in named if name not in files]:
+        raise ThinpipeError(f"--link names {unknown[0]}, which is not in the race; its configs are {', '.join(files)}")
+    entries = [
+        Entry(name=Path(name).stem, config=config, link=named.get(name, common[0] if common else config.plan.link))
+        for name, config in args.rows
+    ]
+    result = race(entries, Path(args.out), target=args.target, seeds=args.seeds, say=_say, timing=args.timing, debug=args.debug)
+    if not args.json:
+        _print_race(result)
+    return result
+
+
+def _print_race(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"time to a validation loss of {result['target_loss']:.4f}; a step's seconds from the {result['timed_by']}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for heading in ("config", "bytes", "loss", "spread", "gap", "steps", "s/step", "time", "speed-up"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "config" else "right")
+    for r in result["rows"]:
+        reached = r["time_to_target"] is not None
+        table.add_row(
+            r["name"], f"1/{r['compression']:.3g}", f"{r['final_val_loss']:.4f}", f"{r['final_val_loss_spread']:.4f}",
+            f"{r['gap_vs_first']:+.1%}", f"{r['steps_to_target']:.0f}" if reached else "never", f"{r['seconds_per_step']:.3f}",
+            f"{r['time_to_target']:,.0f} s" if reached else "", f"{r['speedup_vs_first']:.2f}x" if r["speedup_vs_first"] else "",
+        )  # fmt: skip
+    Console().print(table, markup=False, highlight=False)
+    print("\n".join(result["files"]))
+
+
 def _report(args: Report) -> dict[str, Any]:
     from .report import report
 
@@ -304,7 +383,9 @@ COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]]
     "export": (Export, _export),
     "report": (Report, _report),
     "plan": (Plan, _plan),
+    "probe": (Probe, _probe),
     "lab": (Lab, _lab),
+    "race": (Race, _race),
 }
 
 
@@ -346,6 +427,8 @@ def parse(argv: Sequence[str]) -> Output:
     if name not in COMMANDS:
         raise ThinpipeError(f"unknown command {name!r}; commands are {', '.join(COMMANDS)}")
     kind = COMMANDS[name][0]
+    if kind is Race:
+        return _parse_race(rest)
     default: dict[str, Any] = {}
     if issubclass(kind, Config):
         base = Config()
@@ -354,6 +437,26 @@ def parse(argv: Sequence[str]) -> Output:
         elif (stored := _stored_config(rest)) is not None:
             base = load(stored)
         default = {"default": kind(**{field.name: getattr(base, field.name) for field in dataclasses.fields(Config)})}
+    return _options(kind, name, rest, default)
+
+
+def _parse_race(rest: Sequence[str]) -> Race:
+    """Every config in turn with the same overrides."""
+    count = next((i for i, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    files, options = rest[:count], rest[count:]
+    if not files and not {"-h", "--help"} & set(options):
+        raise ThinpipeError("race needs the configs to compare: thinpipe race dense.toml subspace.toml --link 80mbit,25ms")
+    rows = []
+    for file in files or [""]:
+        base = load(file) if file else Config()
+        default = Race(**{field.name: getattr(base, field.name) for field in dataclasses.fields(Config)})
+        parsed = _options(Race, "race", options, {"default": default})
+        rows.append((file, _config(parsed)))
+    return dataclasses.replace(parsed, rows=tuple(rows))
+
+
+def _options(kind: type[_Kind], name: str, rest: Sequence[str], default: dict[str, Any]) -> _Kind:
+    """The options of a command over its defaults."""
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):

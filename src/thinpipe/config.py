@@ -89,16 +89,22 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    method: Literal["none", "subspace"] = "subspace"
-    """What a boundary sends: none = the full stream (d numbers a token); subspace = k coordinates."""
+    method: Literal["none", "subspace", "projected", "topk", "quantize", "lowrank"] = "subspace"
+    """What a boundary sends: none = the full stream (d numbers a token); subspace = k coordinates, blocks write into the
+    subspace; projected = k coordinates, blocks are free between the cuts. For comparison, lossy:
+    topk = the k largest numbers; quantize = none with an integer wire; lowrank = the stream projected to k numbers."""
     rank: int = 12
     """Rank k of the shared subspace: numbers per token that cross a boundary. d / k is the compression."""
     segments: int | None = None
     """Runs of layers between two cuts; belongs to the model (not given: pipeline.stages)."""
-    wire: Literal["float32", "bfloat16"] = "bfloat16"
-    """Number format on the wire, both directions."""
+    wire: Literal["float32", "bfloat16", "int8", "int4", "int2", "int1"] = "bfloat16"
+    """Number format on the wire, both directions; integers are packed and have a scale per token."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How an integer wire rounds gradients: up or down at random, right on average, or to the nearest."""
     static: Literal["gaussian", "factored"] = "factored"
     """Static embedding: a full Gaussian table (V x d), or products of two small tables of signs (2 sqrt(V) x d)."""
+    stage_table: int | str = 0
+    """A trainable table per segment, added to what its blocks read and never sent: its rank, "full", or 0 for none."""
     static_scale: float = 1.0
     """Standard deviation of the static embedding's entries."""
     embedding_start: float = 0.25
@@ -119,8 +125,9 @@ class PipelineConfig:
     """Processes in a row, each holding some segments."""
     micro_batches: int = 4
     """Parts a batch is cut into, so that the stages work at the same time."""
-    schedule: Literal["wan", "gpipe", "1f1b"] = "wan"
-    """Order of compute and communication. wan: receives posted early, sends at once, deep warm-up."""
+    schedule: Literal["auto", "wan", "gpipe", "1f1b"] = "wan"
+    """Order of compute and communication. wan: receives posted early, sends at once, deep warm-up. auto: the planner's
+    choice from compute, links and memory as measured when the run starts."""
     warmup: int | None = None
     """wan only: forwards the first stage runs before its first backward (not given: all micro-batches)."""
     layers_per_segment: tuple[int, ...] = ()
@@ -300,7 +307,11 @@ def _check(config: Config) -> None:
 
     _positive(p, "pipeline", "stages", "micro_batches", "warmup")
     _positive(c, "compression", "rank", "segments")
-    if c.method != "none" and c.rank > width:
+    if c.method == "quantize" and not c.wire.startswith("int"):
+        raise ThinpipeError(f'compression.wire = {c.wire!r} quantises nothing; method "quantize" takes "int8", "int4", "int2" or "int1"')
+    if c.method == "topk" and width > 65536:
+        raise ThinpipeError(f'model.width = {width} is above 65536, which method "topk" can name places in; use a smaller one')
+    if c.method not in ("none", "quantize") and c.rank > width:
         raise ThinpipeError(f"compression.rank = {c.rank} is above model.width = {width}; use {width // 8} for 8x compression")
     if p.stages > config.segments:
         raise ThinpipeError(
@@ -321,6 +332,8 @@ def _check(config: Config) -> None:
             raise ThinpipeError(
                 f"pipeline.layers_per_segment = {list(p.layers_per_segment)} must be positive and sum to model.layers = {layers}"
             )
+    if c.stage_table != "full" and not (isinstance(c.stage_table, int) and 0 <= c.stage_table <= width):
+        raise ThinpipeError(f'compression.stage_table = {c.stage_table!r} must be a rank up to model.width = {width}, 0 or "full"')
     if not c.static_scale > 0:
         raise ThinpipeError(f"compression.static_scale = {c.static_scale} must be above 0")
     _positive(c, "compression", "embedding_start", least=0)

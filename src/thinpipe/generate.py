@@ -5,9 +5,11 @@ Legend: B sequences, N new tokens of a round (the prompt, then one), W numbers p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from .config import ThinpipeError
 from .model import KVCache, Stage
@@ -53,37 +55,67 @@ def generate(
     if not 0 < length <= stage.spec.context:
         raise ThinpipeError(f"the prompt has {length} tokens; give 1 to model.context = {stage.spec.context}")
     generator = torch.Generator().manual_seed(seed)
-    cache = KVCache()
-    ids_BN = prompt_BN
+    cache, ids_BN = KVCache(), prompt_BN
     done_B = torch.zeros(batch, dtype=torch.bool)
-    for _ in range(min(new_tokens, stage.spec.context - length + 1)):
-        ids_BN = _round(stage, topology, ids_BN, cache, temperature, top_p, generator)[:, None]
+    coming = _expect(stage, topology, prompt_BN)
+    for left in range(min(new_tokens, stage.spec.context - length + 1) - 1, -1, -1):
+        # The next round's receive is posted a round ahead: Gloo moves nothing before the sender knows of it.
+        now, coming = coming, _expect(stage, topology, prompt_BN[:, :1]) if left else None
+        choose = partial(pick, temperature=temperature, top_p=top_p, generator=generator)
+        ids_BN = _round(stage, topology, ids_BN, cache, now, choose)[:, None]
         yield ids_BN[:, 0]
         if end_of_text is not None:
             done_B |= ids_BN[:, 0] == end_of_text
             if done_B.all():
+                if left:
+                    _cancel(stage, topology, prompt_BN[:, :1], coming)
                 return
 
 
+_Receive = tuple[dist.Work, torch.Tensor] | None
+
+
+def _expect(stage: Stage, here: Topology, ids_BN: torch.Tensor) -> _Receive:
+    """Post the receive of what such tokens will be at the boundary before this stage."""
+    if here.is_first:
+        return None
+    wire = _wire(stage, ids_BN)
+    return here.irecv(wire, here.stage - 1, DECODE_TAG), wire
+
+
+def _wire(stage: Stage, ids_BN: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*ids_BN.shape, stage.codec.wire_bytes(stage.method.wire_width), dtype=torch.uint8)
+
+
 def _round(
-    stage: Stage, here: Topology, ids_BN: torch.Tensor, cache: KVCache, temperature: float, top_p: float, generator: torch.Generator
+    stage: Stage, here: Topology, ids_BN: torch.Tensor, cache: KVCache, coming: _Receive, choose: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """One pass of N new tokens through all stages; the picked ids (B,) on every stage."""
-    codec, c_BNW = stage.codec, None
-    if not here.is_first:
-        wire = torch.empty(*ids_BN.shape, codec.wire_bytes(stage.method.wire_width), dtype=torch.uint8)
-        here.wait(here.irecv(wire, here.stage - 1, DECODE_TAG), here.stage - 1)
-        c_BNW = codec.decode(wire.to(stage.device), stage.dtype)
+    """One pass of N new tokens through all stages; the ids (B,) that the last one chooses, on every stage."""
+    last, picked = here.stages - 1, torch.empty(ids_BN.shape[0], dtype=torch.int64)
+    works = [] if here.is_last else [(here.irecv(picked, last, DECODE_TAG), last)]
+    c_BNW = None
+    if coming is not None:
+        work, wire = coming
+        here.wait(work, here.stage - 1)
+        c_BNW = stage.codec.decode(wire.to(stage.device), stage.dtype)
     ids_on_device = ids_BN.to(stage.device)
     s = stage.run(c_BNW, ids_on_device, cache)
-    picked = torch.empty(ids_BN.shape[0], dtype=torch.int64)
-    last = here.stages - 1
     if here.is_last:
-        picked = pick(stage.logits(s[:, -1:], ids_on_device[:, -1:])[:, 0], temperature, top_p, generator).cpu()
+        picked = choose(stage.logits(s[:, -1:], ids_on_device[:, -1:])[:, 0]).cpu()
         works = [(here.isend(picked, other, DECODE_TAG), other) for other in range(last)]
     else:
-        sent = codec.encode(s).cpu()
-        works = [(here.isend(sent, here.stage + 1, DECODE_TAG), here.stage + 1), (here.irecv(picked, last, DECODE_TAG), last)]
+        sent = stage.codec.encode(s).cpu()
+        works.append((here.isend(sent, here.stage + 1, DECODE_TAG), here.stage + 1))
     for work, peer in works:
         here.wait(work, peer)
     return picked
+
+
+def _cancel(stage: Stage, here: Topology, ids_BN: torch.Tensor, coming: _Receive) -> None:
+    """Meet the receives of a round that won't come with empty messages: left alone, they would take a later one's."""
+    sent = _wire(stage, ids_BN)
+    works = [] if here.is_last else [(here.isend(sent, here.stage + 1, DECODE_TAG), here.stage + 1)]
+    if coming is not None:
+        works.append((coming[0], here.stage - 1))
+    for work, peer in works:
+        here.wait(work, peer)

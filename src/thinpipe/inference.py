@@ -68,6 +68,7 @@ def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
     config = replace(stored, pipeline=alone, data=replace(stored.data, source="local"))
     segments = config.segments_of_stage(stage_number, stages)
     layers = tuple(f"model/layers.{i}." for segment in segments for i in config.layers_of_segments[segment])
+    layers += tuple(f"model/tables.{segment}." for segment in segments)
 
     def wanted(names: set[str]) -> set[str]:
         ends = {"model/embed.weight"} if stage_number == 0 or config.sizes()["tied"] else set()

@@ -44,6 +44,12 @@ class Dense(nn.Module):
         self.embedding_width = spec.width
         self.embedding_role = Role("embedding")
 
+    @property
+    def basis(self) -> torch.Tensor | None:
+        """U (D, K), the same on all stages: the last one's, which a checkpoint keeps."""
+        basis: torch.Tensor | None = getattr(self, "U_DK", None)
+        return basis
+
     def width(self, segment: int) -> int:
         """Numbers per token that the blocks of `segment` write."""
         return self.wire_width
@@ -61,8 +67,8 @@ class Dense(nn.Module):
         return c
 
     def read(self, s: torch.Tensor, static: torch.Tensor | None, segment: int) -> torch.Tensor:
-        """X (B, T, D) as the blocks of `segment` see it."""
-        return s
+        """X (B, T, D) as the blocks of `segment` see it; `static` is None where there is no such part."""
+        return s if static is None else static + s
 
     def leave(self, s: torch.Tensor, segment: int) -> torch.Tensor:
         """What crosses the cut behind `segment`, (B, T, wire_width)."""
@@ -180,8 +186,71 @@ class GradientStatistic:
         self._square_norm = torch.zeros_like(self.square_norm)
 
 
+class Lossy(Dense):
+    """Methods "topk" and "quantize": the dense stream, of which the codec loses a part (METHOD.md section 8)."""
+
+    is_plain_llama = False
+
+    def __init__(self, spec: ModelSpec, name: str) -> None:
+        super().__init__(spec)
+        self.name = name
+
+
+class LowRank(Dense):
+    """Method "lowrank": X -> X U U^T at every cut, U fixed; no static part, so that the rest of X is lost (METHOD.md section 8)."""
+
+    name = "lowrank"
+    is_plain_llama = False
+    U_DK: torch.Tensor
+
+    def __init__(self, spec: ModelSpec, rank: int, seed: int) -> None:
+        super().__init__(spec)
+        self.wire_width = rank
+        self.register_buffer("U_DK", subspace.initial_basis(spec.width, rank, seed).float())
+
+    def width(self, segment: int) -> int:
+        return self.embedding_width
+
+    def enter(self, c: torch.Tensor, segment: int) -> torch.Tensor:
+        return c if segment == 0 else (c @ self.U_DK.T).to(c.dtype)
+
+    def leave(self, s: torch.Tensor, segment: int) -> torch.Tensor:
+        return (s @ self.U_DK).to(s.dtype)
+
+
+class Projected(LowRank):
+    """Method "projected": X <- E[t] + (X - E[t]) U U^T at every cut, blocks free in between (METHOD.md section 5).
+
+    The state is X - E[t] at full width; the stream starts as E[t] + T[t] with T from 0.
+    """
+
+    name = "projected"
+
+    def __init__(self, spec: ModelSpec, compression: CompressionConfig, seed: int) -> None:
+        super().__init__(spec, compression.rank, seed)
+        self.table = subspace.StaticTable(compression.static, spec.vocab, spec.width, compression.static_scale, seed)
+
+    def static(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.table(tokens, dtype)
+
+    def initial_embedding(self) -> torch.Tensor:
+        return torch.zeros(self.table.vocab, self.embedding_width)
+
+    def full_embedding(self, table: torch.Tensor) -> torch.Tensor:
+        return self.table(torch.arange(self.table.vocab, device=table.device), table.dtype) + table
+
+    def digest(self) -> str:
+        return self.table.digest()
+
+
 def make_method(compression: CompressionConfig, spec: ModelSpec, segments: int, seed: int) -> Dense:
     """The configured method; `segments` is the model's, `seed` makes basis and static table."""
     if compression.method == "none":
         return Dense(spec)
+    if compression.method in ("topk", "quantize"):
+        return Lossy(spec, compression.method)
+    if compression.method == "lowrank":
+        return LowRank(spec, compression.rank, seed)
+    if compression.method == "projected":
+        return Projected(spec, compression, seed)
     return Subspace(spec, compression, segments, seed)

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from .codecs import Codec, cross, make_codec
 from .config import Config, ModelSpec
 from .data import PAD
-from .method import Dense, Role, Subspace, make_method
+from .method import Dense, Role, make_method
+from .subspace import initial_basis
 
 GAIN = Role("gain")
 HIDDEN = Role("hidden")
@@ -36,6 +37,23 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab: int, width: int, role: Role) -> None:
         super().__init__(vocab, width)
         self.role = role
+
+
+class StageTable(Embedding):
+    """A trainable part of X that a segment knows from the ids: there from its first block to its last, never on the wire.
+
+    A row per token at full width, or R numbers that a fixed orthonormal (D, R) lifts (METHOD.md section 5, anchors). Starts at 0.
+    """
+
+    lift_DR: torch.Tensor | None
+
+    def __init__(self, vocab: int, width: int, rank: int | None, seed: int) -> None:
+        super().__init__(vocab, rank or width, Role("embedding"))
+        self.register_buffer("lift_DR", initial_basis(width, rank, seed).float() if rank else None)
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(ids_BT)
+        return rows if self.lift_DR is None else rows @ self.lift_DR.T
 
 
 class RMSNorm(nn.Module):
@@ -159,6 +177,7 @@ class Stage(nn.Module):
         codec: number format at the cuts.
         batch_tokens: tokens of a whole batch; the loss of a micro-batch is its summed cross-entropy over this, so that
             micro-batches add up to the mean and gradients don't depend on their number.
+        tables: the rank of every segment's table ("full": full width; 0: no tables).
         ids_travel: token ids cross the boundaries beside the coordinates (data.source = "first").
     """
 
@@ -171,6 +190,8 @@ class Stage(nn.Module):
         codec: Codec,
         batch_tokens: int,
         *,
+        tables: int | str = 0,
+        seed: int = 0,
         ids_travel: bool = False,
         recompute_norms: bool = False,
     ) -> None:
@@ -186,6 +207,11 @@ class Stage(nn.Module):
         self.rope = Rope(spec.head_dim, spec.context, spec.rope_theta)
         if self.is_first or (self.is_last and spec.tied):
             self.embed = Embedding(spec.vocab, method.embedding_width, method.embedding_role)
+        self.tables = nn.ModuleDict()
+        for segment in self.segments if tables else []:
+            if segment > 0 or method.embedding_width < spec.width:  # else the embedding is that already
+                rank = None if tables == "full" else int(tables)
+                self.tables[str(segment)] = StageTable(spec.vocab, spec.width, rank, seed + 1 + segment)
         self.layers = nn.ModuleDict()
         for segment in self.segments:
             for i in layers_of_segments[segment]:
@@ -233,9 +259,10 @@ class Stage(nn.Module):
         c = self.embed(ids_BT) if c is None else c
         for segment in self.segments:
             s = self.method.enter(c, segment)
+            known_BTD = self._known(static_BTD, ids_BT, segment)
 
-            def read(s: torch.Tensor, segment: int = segment) -> torch.Tensor:
-                return self.method.read(s, static_BTD, segment)
+            def read(s: torch.Tensor, segment: int = segment, known_BTD: torch.Tensor | None = known_BTD) -> torch.Tensor:
+                return self.method.read(s, known_BTD, segment)
 
             for i in self.layers_of_segments[segment]:
                 s = self.layers[str(i)](s, read, self.rope, cache)
@@ -249,18 +276,26 @@ class Stage(nn.Module):
             cache.length += ids_BT.shape[1]
         return c
 
+    def _known(self, static_BTD: torch.Tensor | None, ids_BT: torch.Tensor, segment: int) -> torch.Tensor | None:
+        """The part of X that a segment knows by itself: the method's static one and the segment's table."""
+        if str(segment) not in self.tables:
+            return static_BTD
+        table_BTD: torch.Tensor = self.tables[str(segment)](ids_BT)
+        return table_BTD if static_BTD is None else static_BTD + table_BTD
+
     def logits(self, s: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
         """The last stage's logits (B, T, V) from its final state and the ids it read."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            static_BTD = self.method.static(ids_BT.clamp(min=0), self.dtype)
-            x_BTD = self.norm(self.method.read(s, static_BTD, self.segments[-1]))
+            ids_BT, last = ids_BT.clamp(min=0), self.segments[-1]
+            known_BTD = self._known(self.method.static(ids_BT, self.dtype), ids_BT, last)
+            x_BTD = self.norm(self.method.read(s, known_BTD, last))
             return F.linear(x_BTD, self.method.full_embedding(self.embed.weight)) if self.spec.tied else self.head(x_BTD)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Everything that a trained stage holds, by its name in a checkpoint: "model/NAME" and the basis "basis/U"."""
         weights = {f"model/{name}": parameter.detach() for name, parameter, _ in self.roles()}
-        if isinstance(self.method, Subspace):
-            weights["basis/U"] = self.method.U_DK
+        if self.method.basis is not None:
+            weights["basis/U"] = self.method.basis
         return weights
 
     @torch.no_grad()
@@ -291,6 +326,9 @@ class Stage(nn.Module):
             if role.kind == "gain":
                 parameter.fill_(1 / self.spec.width if self.spec.tied and name == "norm.weight" else 1.0)
                 continue
+            if name.startswith("tables."):
+                parameter.zero_()
+                continue
             if role.kind == "embedding" and (start := self.method.initial_embedding()) is not None:
                 parameter.copy_(start)
                 continue
@@ -315,14 +353,17 @@ def build_stages(config: Config, vocab: int, stages: Sequence[int] | None = None
     count = config.pipeline.stages
     built = []
     for stage in range(count) if stages is None else stages:
+        method = make_method(config.compression, spec, config.segments, config.static_seed)
         built.append(
             Stage(
                 spec,
-                make_method(config.compression, spec, config.segments, config.static_seed),
+                method,
                 config.segments_of_stage(stage, count),
                 layers,
-                make_codec(wire or config.compression.wire),
+                make_codec(config.compression, method.wire_width, wire),
                 config.train.batch * spec.context,
+                tables=config.compression.stage_table,
+                seed=config.static_seed,
                 ids_travel=config.data.source == "first",
                 recompute_norms=config.pipeline.recompute,
             )

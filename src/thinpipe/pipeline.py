@@ -20,7 +20,6 @@ import torch.distributed as dist
 from . import schedule
 from .config import PipelineConfig
 from .data import PAD
-from .method import Subspace
 from .model import Stage
 from .schedule import Action
 from .topology import EVALUATE_TAG, STEP_TAG, TALLY_TAG, TIED_TAG, Topology
@@ -53,7 +52,7 @@ class _Passage:
         self._incoming: dict[tuple[str, int], tuple[dist.Work, torch.Tensor]] = {}
         self._outgoing: dict[tuple[str, int], torch.Tensor] = {}
         self._sent: list[tuple[dist.Work, int, torch.Tensor]] = []
-        self._graphs: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]] = {}
 
     def post(self) -> None:
         """Post the receives that the list begins with."""
@@ -61,7 +60,7 @@ class _Passage:
             self._do(self.actions[self._done])
 
     def run(self, tokens: list[torch.Tensor]) -> None:
-        """Work off the rest of the list and wait until all is sent.
+        """Work off the rest of the list.
 
         Args:
             tokens: (B, S) per micro-batch; empty where the ids come with the messages.
@@ -69,6 +68,9 @@ class _Passage:
         self._tokens = tokens
         while self._done < len(self.actions):
             self._do(self.actions[self._done])
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
         for work, peer, _ in self._sent:
             self.here.wait(work, peer)
 
@@ -90,17 +92,17 @@ class _Passage:
 
     def _forward(self, m: int) -> None:
         stage, codec = self.stage, self.stage.codec
-        c_BTW, tokens_BS = None, self._tokens[m] if self._tokens else None
+        c_BTW, places, tokens_BS = None, None, self._tokens[m] if self._tokens else None
         if not stage.is_first:
             message = self._arrived("forward", m, self.here.stage - 1)
-            wire = message[: self._wire_bytes].view(self._wire_shape)
+            wire = message[: self._wire_bytes].view(self._wire_shape).to(stage.device)
             if stage.receives_ids:
                 tokens_BS = message[self._wire_bytes :].clone().view(torch.int32).view(self.micro_batch, -1)
-            c_BTW = codec.decode(wire.to(stage.device), stage.dtype).requires_grad_(torch.is_grad_enabled())
+            c_BTW, places = codec.decode(wire, stage.dtype).requires_grad_(torch.is_grad_enabled()), codec.places(wire)
         assert tokens_BS is not None
         out = stage(c_BTW, tokens_BS)
         if torch.is_grad_enabled():
-            self._graphs[m] = c_BTW, out
+            self._graphs[m] = c_BTW, out, places
         if stage.is_last:
             self.losses.append(out.detach())
         else:
@@ -111,7 +113,7 @@ class _Passage:
 
     def _backward(self, m: int) -> None:
         stage, codec = self.stage, self.stage.codec
-        c_BTW, out = self._graphs.pop(m)
+        c_BTW, out, places = self._graphs.pop(m)
         grad = None
         if not stage.is_last:
             wire = self._arrived("backward", m, self.here.stage + 1).view(self._wire_shape)
@@ -119,7 +121,7 @@ class _Passage:
         torch.autograd.backward(out, grad)
         if c_BTW is not None:
             assert c_BTW.grad is not None
-            self._outgoing["backward", m] = codec.encode_gradient(c_BTW.grad).cpu().flatten()
+            self._outgoing["backward", m] = codec.encode_gradient(c_BTW.grad, places).cpu().flatten()
 
     @property
     def _wire_shape(self) -> tuple[int, int, int]:
@@ -190,7 +192,8 @@ class Pipeline:
         self.wire = Wire()
         self._expected: dict[str, tuple[dist.Work, torch.Tensor]] = {}  # the tally's receives
         self._next: _Passage | None = None  # the next step's, whose receives are posted
-        self.actions = schedule.actions(config.schedule, topology.stages, config.micro_batches, config.warmup)
+        name = "wan" if config.schedule == "auto" else config.schedule  # where nobody has measured: any gives the same numbers
+        self.actions = schedule.actions(name, topology.stages, config.micro_batches, config.warmup)
         self._forwards = schedule.forwards(topology.stages, config.micro_batches)
 
     def _passage(self, actions: list[list[Action]], tag: int, wire: Wire) -> _Passage:
@@ -225,6 +228,7 @@ class Pipeline:
         self._next = self._passage(self.actions, STEP_TAG, self.wire) if another else None
         if self._next is not None:
             self._next.post()
+        passage.finish()
         self._add_tied_gradients()
         return float(torch.stack(passage.losses).double().sum()) if passage.losses else 0.0
 
@@ -240,6 +244,7 @@ class Pipeline:
             # next step's receives are posted already.
             passage = self._passage(self._forwards, EVALUATE_TAG, Wire())
             passage.run(self._split(tokens_BS))
+            passage.finish()
             if passage.losses:
                 total[0] += torch.stack(passage.losses).double().sum().cpu() * self.stage.batch_tokens
             if self.stage.is_first and tokens_BS is not None:
@@ -323,8 +328,7 @@ def share_owned(stage: Stage, here: Topology) -> None:
 
     Both are made from the seed by linear algebra, whose last bits differ between machines; an owner's copy doesn't.
     """
-    if isinstance(stage.method, Subspace):
-        basis_DK = stage.method.U_DK
+    if (basis_DK := stage.method.basis) is not None:
         basis_DK.copy_(here.broadcast(basis_DK.cpu().contiguous(), here.stages - 1))
     if _exchanges_tied(stage, here):
         table = stage.embed.weight

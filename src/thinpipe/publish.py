@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from .codecs import make_codec
+from .codecs import Cast
 from .config import Config, ModelSpec, ThinpipeError
 from .data import end_of_text_id
 from .export import INDEX, WEIGHTS, Tensors, llama_config, read_llama_folder, to_llama
@@ -60,10 +60,10 @@ def export_run(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ThinpipeError(f"{out} is already there and not an empty folder; name a new one")
     loaded = load_run(run)
-    if not loaded.stage.method.is_plain_llama:
-        raise ThinpipeError(
-            f"compression.method = {loaded.stage.method.name!r} is not a plain Llama and can't be exported; 'none' and 'subspace' can"
-        )
+    what = f"compression.method = {loaded.stage.method.name!r}" if not loaded.stage.method.is_plain_llama else ""
+    what = what or (f"compression.stage_table = {loaded.config.compression.stage_table!r}" if loaded.stage.tables else "")
+    if what:
+        raise ThinpipeError(f"{what} is not a plain Llama and can't be exported; methods 'none' and 'subspace' without tables can")
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -221,7 +221,7 @@ def _logits(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor:
 def _compare(stage: Stage, folder: Path, ids_BT: torch.Tensor) -> dict[str, Any]:
     """What `export_run` returns about logits; leaves `stage` without wire rounding."""
     rounded_BTV = _logits(stage, ids_BT)
-    stage.codec = make_codec("float32")
+    stage.codec = Cast(torch.float32)
     ours_BTV = _logits(stage, ids_BT)
     written_BTV, checked_with = _logits_of_folder(folder, ids_BT)
     return {
@@ -240,7 +240,7 @@ def _logits_of_folder(folder: Path, ids_BT: torch.Tensor) -> tuple[torch.Tensor,
     except ImportError:
         sizes, tensors = read_llama_folder(folder)
         spec = ModelSpec(**sizes)
-        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], make_codec("float32"), batch_tokens=1)
+        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], Cast(torch.float32), batch_tokens=1)
         for name, parameter, _ in plain.roles():
             parameter.copy_(tensors[name])
         return _logits(plain, ids_BT), "thinpipe (transformers is not installed)"

@@ -173,7 +173,7 @@ def loss_figure(runs: Sequence[Run], against: Literal["tokens", "seconds"]) -> F
     """Training loss, lightly smoothed (lines), and validation loss (circles) of all runs over tokens or training time."""
     figure = Figure(figsize=(WIDTH, 3.7 + 0.22 * len(runs)), layout="constrained")
     axes = figure.add_subplot()
-    _clean(axes)
+    clean(axes)
     unit, unit_name = _time_unit(max(run.seconds[-1] for run in runs)) if against == "seconds" else (1.0, "")
     handles = []
     for i, run in enumerate(runs):
@@ -260,7 +260,7 @@ def _rank_panels(part: SubFigure, title: str, run: Run, writers: list[str], colo
     for row, watched in zip(grid, WATCHED, strict=True):
         row[0].set_ylabel(watched)
         for axes, writer in zip(row, writers, strict=True):
-            _clean(axes)
+            clean(axes)
             for layer, colour in colours.items():
                 name = f"layers.{layer}.{writer}.weight"
                 pairs = [event["matrices"].get(name, {}).get(watched, [None, None]) for event in run.ranks]
@@ -295,7 +295,7 @@ def moves_figure(run: Run) -> Figure:
     step = [move["step"] for move in run.moves]
     values = _columns(run.moves, "energy_before", "energy_after", "loss_before", "loss_after")
     blue = COLOURS[0]
-    _clean(top)
+    clean(top)
     top.vlines(step, values["energy_before"], values["energy_after"], color=blue, linewidth=1.5)
     top.plot(step, values["energy_before"], "o", color=blue, markerfacecolor="white", label="before the move")
     top.plot(step, values["energy_after"], "o", color=blue, label="after it")
@@ -303,13 +303,13 @@ def moves_figure(run: Run) -> Figure:
     top.yaxis.set_major_formatter(_percent)
     top.set_ylabel("captured energy\nof the gradients")
     top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9, labelcolor=INK, handletextpad=0.2)
-    _clean(middle)
+    clean(middle)
     for move in run.moves:
         angles = np.rad2deg(move["angles"])
         middle.plot(np.full(len(angles), move["step"]), angles, "_", color=blue, markersize=9, alpha=0.6)
     middle.set_ylim(bottom=0)
     middle.set_ylabel("principal\nangles (°)")
-    _clean(bottom)
+    clean(bottom)
     bottom.axhline(0, color=INK, linewidth=0.8)
     bottom.vlines(step, 0, values["loss_after"] - values["loss_before"], color=blue, linewidth=1.5)
     bottom.plot(step, values["loss_after"] - values["loss_before"], "o", color=blue)
@@ -330,7 +330,7 @@ def _percent(share: float, position: int | None = None) -> str:
     return f"{100 * share:g}%"
 
 
-def _clean(axes: Axes) -> None:
+def clean(axes: Axes) -> None:
     """Two thin spines, faint horizontal lines, few ticks."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from . import launch, subspace
+from .calibrate import choose_schedule
 from .checkpoint import Checkpoint, Checkpointer, find
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
@@ -27,6 +28,7 @@ from .metrics import Metrics, to_json, write_whole
 from .model import build_stages
 from .optim import Optimizer, clip_scale, learning_rate
 from .pipeline import Pipeline, Tally, share_owned, to_tensor
+from .planner import Choice
 from .run import TOKENIZER
 from .topology import Topology
 from .watch import RankWatch, stream_writers
@@ -95,7 +97,12 @@ class Trainer:
         self.stage.to(device)
         self.stage.bf16 = use_bf16(config.run.precision, device)
         topology.require_equal("the static embedding", self.stage.method.digest(), "use the same thinpipe and numpy on all machines")
-        self.pipeline = Pipeline(self.stage, topology, config.pipeline, config.micro_batch)
+        self.choice: Choice | None = None
+        options = config.pipeline
+        if options.schedule == "auto":
+            self.choice = choose_schedule(self.stage, topology, config)
+            options = replace(options, schedule=self.choice.schedule, warmup=self.choice.warmup)
+        self.pipeline = Pipeline(self.stage, topology, options, config.micro_batch)
         self._take_basis()
         share_owned(self.stage, self.here)
         self.optimizer = Optimizer(self.stage.roles(), config.optim, self.stage.spec.width)
@@ -120,6 +127,9 @@ class Trainer:
         """
         config = self.config
         self.metrics.event("start", step=self.done_steps, config=to_dict(config), stages=self.here.stages)
+        if self.choice is not None:
+            self.metrics.event("schedule", step=self.done_steps, **self.choice._asdict())
+            self.metrics.say(f"schedule: {self.choice.why}")
         losses: list[float] = []
         seconds: list[float] = []
         total, val_loss, stopped = Tally(), math.nan, False
@@ -250,13 +260,13 @@ class Trainer:
         source = self.config.compression.init_from
         if source is None:
             return
-        method = self.stage.method
-        assert isinstance(method, Subspace)
+        basis_DK = self.stage.method.basis
+        assert basis_DK is not None
         if self.here.is_last:
             found = find(Path(source) / "checkpoints", None, {"basis/U"}, self._say)
             if found is None:
                 raise ThinpipeError(f"compression.init_from = {source!r} has no checkpoint; give a run that has one")
-            method.U_DK.copy_(found.tensor("basis/U"))
+            basis_DK.copy_(found.tensor("basis/U"))
         share_owned(self.stage, self.here)
         self.stage.initialise(self.config.run.seed)
 

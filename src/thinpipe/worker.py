@@ -24,6 +24,10 @@ def main() -> None:
 
                 summary = train_together(config, topology)
                 write_whole(folder / f"result-{topology.local_rank}.json", to_json(summary and asdict(summary)))
+            elif command == "probe":
+                from .probe import probe_machine
+
+                write_whole(folder / "probe.json", to_json(probe_machine(config, topology, sys.argv[3])))
             elif command == "train":
                 from .trainer import Trainer
 

@@ -11,12 +11,13 @@ def test_every_method_schedule_and_number_of_stages(spawn: Callable[..., str]) -
     for result in results:
         by_label.setdefault(result["label"], []).append(result)
     assert len(by_label["whole"]) == 2 * 3 * 4 and len(by_label["tied, ids on the wire"]) == 2 * 3
-    for result in by_label["whole"] + by_label["tied, ids on the wire"] + by_label["whole again"]:
+    assert len(by_label["lossy"]) == 6 and len(by_label["tables"]) == 4
+    for result in by_label["whole"] + by_label["tied, ids on the wire"] + by_label["lossy"] + by_label["tables"] + by_label["whole again"]:
         assert result["ok"], result
         assert result["loss_rel_diff"] <= 1e-12 and result["grad_max_rel_diff"] <= 1e-9, result
         # Same shapes, same threads: the same bits.
         assert result["wire_loss_rel_diff"] == 0, result
         assert result["wire_grad_max_rel_diff"] < 1e-6, result
-        assert 0 < result["rounding_loss_rel_diff"] < 1e-3, result
+        assert 0 < result["rounding_loss_rel_diff"] < (0.1 if result in by_label["lossy"] else 1e-3), result
     for label in ("dropped micro-batch", "clip per stage", "no clip"):
         assert [result["ok"] for result in by_label[label]] == [False], by_label[label]

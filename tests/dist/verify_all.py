@@ -15,9 +15,9 @@ VOCAB = 64
 torch.set_num_threads(1)
 
 
-def config(method: str, schedule_name: str, stages: int, tied: bool = False, source: str = "local") -> Config:
+def config(schedule_name: str, stages: int, tied: bool = False, source: str = "local", **compression: str | int) -> Config:
     pipeline_group = {"stages": stages, "schedule": schedule_name, "micro_batches": 8}
-    groups = {"compression": {"method": method}, "pipeline": pipeline_group, "model": {"tied": tied}, "data": {"source": source}}
+    groups = {"compression": compression, "pipeline": pipeline_group, "model": {"tied": tied}, "data": {"source": source}}
     return from_dict(tiny(**groups)).check()
 
 
@@ -37,6 +37,12 @@ with connect(60) as world:
         check(topologies, "whole", method=method, schedule_name=name, stages=stages)
     for method, stages in itertools.product(("none", "subspace"), (1, 2, 8)):
         check(topologies, "tied, ids on the wire", method=method, schedule_name="wan", stages=stages, tied=True, source="first")
+    for method, wire in (("subspace", "int4"), ("quantize", "int1"), ("topk", "bfloat16"), ("topk", "int8"), ("lowrank", "int4")):
+        check(topologies, "lossy", method=method, wire=wire, schedule_name="1f1b", stages=4)
+    check(topologies, "lossy", method="subspace", wire="int4", schedule_name="wan", stages=8, source="first")
+
+    for method, table, tied in (("projected", 0, True), ("projected", "full", False), ("subspace", 4, False), ("none", "full", False)):
+        check(topologies, "tables", method=method, stage_table=table, tied=tied, schedule_name="wan", stages=4)
 
     broken = {"method": "subspace", "schedule_name": "wan", "stages": 4}
     original = schedule.actions

@@ -101,6 +101,8 @@ class StageSizes:
     cuts: int
     """Places where coordinates become a full stream or the other way round."""
     rank: int
+    table_lifts: int
+    """Numbers per token that segments' tables lift to full width, all together; behind the last block once more."""
     static: int
     """Bytes of the static table."""
     is_first: bool
@@ -142,7 +144,13 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
     if stage == 0 or (is_last and spec.tied):
         matrices.append(embedding)
     layers = [0, 0]
+    table_lifts = 0
+    table = d if config.compression.stage_table == "full" else int(config.compression.stage_table)
     for segment in segments:
+        if table and (segment > 0 or not dense):
+            matrices.append(Matrix(spec.vocab, table, "embedding"))
+            if config.compression.stage_table != "full":
+                table_lifts += table * (2 if segment == config.segments - 1 else 1)
         free = dense or segment == config.segments - 1
         w = d if free else rank
         count = len(config.layers_of_segments[segment])
@@ -167,6 +175,7 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         free=layers[1],
         cuts=cuts,
         rank=rank,
+        table_lifts=table_lifts,
         static=static_bytes(config, spec),
         is_first=stage == 0,
         is_last=is_last,
@@ -203,7 +212,7 @@ def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, 
     products = 2.0 * tokens * (sizes.products + (sizes.head if sizes.tied else 0))
     attention = 2.0 * tokens * spec.context * spec.width * sizes.layers
     reads = 4.0 * tokens * sizes.rank * spec.width * sizes.constrained
-    lifts = 2.0 * tokens * sizes.rank * spec.width * sizes.cuts
+    lifts = 2.0 * tokens * spec.width * (sizes.rank * sizes.cuts + sizes.table_lifts)
     if sizes.lifts_table:
         lifts += 2.0 * spec.vocab * sizes.rank * spec.width  # E + A_T U^T, the whole table
     return products + attention + reads + lifts, 2 * (products + attention) + reads * (2 if recompute else 1) + lifts

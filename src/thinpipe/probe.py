@@ -1,0 +1,223 @@
+"""`thinpipe probe`: the links between the machines of a run, and what to make of them.
+
+One process per machine joins. Pairs are measured in rounds; in a round no machine belongs to two pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import launch
+from .config import Config, ThinpipeError, dump, to_dict
+from .lab import Measured
+from .metrics import write_whole
+from .planner import find_gpu, recommend
+from .topology import Topology
+
+_PING_TAG, _BULK_TAG, _ASK_TAG = 20, 21, 22
+_PINGS = 3
+_MESSAGES = 16  # of a transfer, all in flight
+_FIRST, _LARGEST = 1 << 12, 1 << 20  # bytes of a message: a transfer holds 64 KiB to 16 MiB
+_FULL = 2  # transfers of the full size: what TCP repairs after a loss, it may have to repair in one of them only
+
+Pair = tuple[int, int]
+
+
+def measure_links(here: Topology, seconds: float = 1.0, pairs: Sequence[Pair] | None = None) -> list[list[Measured | None]]:
+    """What Gloo moves from every process i to every j, at [i][j] of the result, on every process. COLLECTIVE.
+
+    The round trip is the median of small messages whose receives were posted before, the rate that of many messages in flight.
+    A pair takes about twice `seconds` + 25 round trips, more below 1 Mbit/s and where TCP is slow to get up to speed; every wait
+    ends with the group's deadline.
+
+    Args:
+        pairs: which ones to measure, both ways, the same on all processes (None: all). 0.2 s do for a first idea.
+
+    Raises PeerLost that names a process which did not answer.
+    """
+    found: list[list[Measured | None]] = [[None] * here.stages for _ in range(here.stages)]
+    for round_ in rounds(here.stages, pairs):
+        mine = [_measure(here, *pair, seconds) for pair in round_ if here.stage in pair]
+        for told in here.gather(mine):  # nobody begins the next round before all are here
+            for source, target, rate, round_trip in (each for pair in told for each in pair):
+                found[source][target] = Measured(rate, round_trip)
+    return found
+
+
+def rounds(machines: int, pairs: Sequence[Pair] | None = None) -> list[list[Pair]]:
+    """The pairs (None: all), each in one of a few rounds; all pairs take as many rounds as machines at most.
+
+    Pairs of equal (i + j) mod machines have no machine in common.
+    """
+    packed: list[list[Pair]] = []
+    wanted = combinations(range(machines), 2) if pairs is None else pairs
+    for pair in sorted(wanted, key=lambda pair: (sum(pair) % machines, pair)):
+        free = next((each for each in packed if not any(set(pair) & set(other) for other in each)), None)
+        if free is None:
+            packed.append(free := [])
+        free.append(pair)
+    return packed
+
+
+def _measure(here: Topology, first: int, second: int, seconds: float) -> list[tuple[int, int, float, float]]:
+    """On both machines of a pair. What this one has seen of it: source, target, Mbit/s, round trip in ms."""
+    peer = second if here.stage == first else first
+    round_trip = _ping(here, peer, begins=here.stage == first)
+    seen = []
+    for source, target in ((first, second), (second, first)):
+        if here.stage == source:
+            _send(here, target)
+        else:
+            seen.append((source, target, _receive(here, source, round_trip, seconds) / 1e6, 1e3 * round_trip))
+    return seen
+
+
+def _ping(here: Topology, peer: int, begins: bool) -> float:
+    """Seconds there and back, median. The first may wait for the peer to come, the second for news of its receive."""
+    receives = [here.irecv(torch.empty(1, dtype=torch.uint8), peer, _PING_TAG) for _ in range(2 + _PINGS)]
+    sent, seconds = [], []
+
+    def send() -> None:
+        sent.append(here.isend(torch.zeros(1, dtype=torch.uint8), peer, _PING_TAG))
+
+    for receive in receives:
+        began = time.monotonic()
+        if begins:
+            send()
+        here.wait(receive, peer)
+        if not begins:
+            send()
+        seconds.append(time.monotonic() - began)
+    for work in sent:
+        here.wait(work, peer)
+    return statistics.median(seconds[2:])
+
+
+def _receive(here: Topology, peer: int, round_trip: float, seconds: float) -> float:
+    """Bit/s from `peer`: ask for transfers that grow until they take long enough or hold the most.
+
+    A transfer lasts a round trip, from the asking, and what its bytes take. When its parts arrive tells nothing: what stands in
+    order behind a lost packet arrives late and all at once. One of a few round trips only shows how TCP gets up to speed.
+    """
+    buffer, long = torch.empty(_LARGEST, dtype=torch.uint8), max(seconds / 4, 2 * round_trip)
+    size, before, latest = _FIRST, 0.0, time.monotonic() + 4 * seconds
+    full: list[float] = []
+    while True:
+        # Gloo moves nothing before the receive is posted: all are, so that the messages follow each other without a gap.
+        receives = [here.irecv(buffer[:size], peer, _BULK_TAG) for _ in range(_MESSAGES)]
+        began = time.monotonic()
+        _ask(here, peer, size)
+        for receive in receives:
+            here.wait(receive, peer)
+        rate = 8 * size * _MESSAGES / max(time.monotonic() - began - round_trip, 1e-4)
+        # Long enough at the speed of the one before, too: where that was faster, this one may have been held up.
+        enough = max(rate, before) * long / 8 / _MESSAGES
+        full = [*full, rate] if size >= min(0.8 * enough, _LARGEST) else []
+        if len(full) == _FULL or time.monotonic() > latest:
+            _ask(here, peer, 0)
+            return max(full, default=rate)
+        size, before = size if full else min(4 * size, _LARGEST), rate
+
+
+def _ask(here: Topology, peer: int, size: int) -> None:
+    here.wait(here.isend(torch.tensor([size]), peer, _ASK_TAG), peer)
+
+
+def _send(here: Topology, peer: int) -> None:
+    """Send the transfers that `peer` asks for until it asks for none."""
+    buffer, asked = torch.zeros(_LARGEST, dtype=torch.uint8), torch.empty(1, dtype=torch.int64)
+    request = here.irecv(asked, peer, _ASK_TAG)
+    while True:
+        here.wait(request, peer)
+        if not (size := int(asked)):
+            return
+        request = here.irecv(asked, peer, _ASK_TAG)
+        for work in [here.isend(buffer[:size], peer, _BULK_TAG) for _ in range(_MESSAGES)]:
+            here.wait(work, peer)
+
+
+def probe(config: Config, say: Callable[[str], None] = print, debug: bool = False) -> dict[str, Any]:
+    """Measure together with the run's other machines, where the same is called.
+
+    Returns the keys of `thinpipe probe --json` (docs/probe.md).
+
+    Raises ThinpipeError: no meeting is given, the machines did not meet, or one was lost.
+    """
+    config, network = config.check(), config.network
+    if network.rdzv is None or network.nodes < 2:
+        raise ThinpipeError(
+            "probe measures the links between machines: give --network.rdzv HOST:PORT (an address of one of them) "
+            "and --network.nodes N, 2 at least, on each of them"
+        )
+    gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
+    config.spec(vocab)
+    say(f"measuring the links between {network.nodes} machines: {len(rounds(network.nodes))} rounds of a few seconds, once all are there")
+    met = launch.meeting(network, f"thinpipe-probe-{config.run.name}", say=say)
+    with tempfile.TemporaryDirectory(prefix="thinpipe-probe-") as scratch:
+        folder = Path(scratch)
+        write_whole(folder / "config.toml", dump(config))
+        launch.start("probe", folder, 1, debug, arguments=[met.address], meeting=met)
+        seen: dict[str, Any] = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
+    matrix: list[list[Measured | None]] = [[None] * network.nodes for _ in range(network.nodes)]
+    for link in seen["links"]:
+        matrix[link["from"]][link["to"]] = Measured(link["mbit"], link["round_trip_ms"])
+    advice = recommend(matrix, config, vocab, gpu)
+    return seen | {
+        "order": list(advice.order),
+        "rank": advice.rank,
+        "seconds_per_step": {"present": advice.present, "reordered": advice.reordered, "recommended": advice.recommended},
+    }
+
+
+def probe_machine(config: Config, here: Topology, address: str) -> dict[str, Any]:
+    """This machine's part, in a process of its own: who takes part, this one's number, and all links. COLLECTIVE."""
+    # What is recommended is worked out on every machine.
+    groups = to_dict(config)
+    planned = [groups[group] for group in ("model", "compression", "pipeline", "plan")]
+    here.require_equal("the config", [*planned, config.train.batch], "start all with the same CONFIG and options")
+    machines = [{"host": host, "address": address} for host, address in here.gather([here.host, address])]
+    links = [
+        {"from": i, "to": j, "mbit": link.rate, "round_trip_ms": link.round_trip}
+        for i, row in enumerate(measure_links(here))
+        for j, link in enumerate(row)
+        if link is not None
+    ]
+    return {"machines": machines, "here": here.stage, "links": links}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What `probe` returned, for people."""
+    machines, order, seconds = result["machines"], result["order"], result["seconds_per_step"]
+    slow = statistics.median(link["mbit"] for link in result["links"]) / 2
+    cells = {(link["from"], link["to"]): link for link in result["links"]}
+
+    def cell(i: int, j: int) -> str:
+        if (link := cells.get((i, j))) is None:
+            return "-"
+        return f"{'*' if link['mbit'] < slow else ''}{link['mbit']:.3g} / {link['round_trip_ms']:.3g}"
+
+    numbers = range(len(machines))
+    names = [f"{i}  {machine['address']} {machine['host']}" for i, machine in enumerate(machines)]
+    wide = max(len(name) for name in names)
+    lines = ["Mbit/s / ms there and back, from the machine of the row to that of the column (*: under half of the median rate)"]
+    lines += [" " * wide + "".join(f"{j:>16}" for j in numbers)]
+    lines += [f"{names[i]:{wide}}" + "".join(f"{cell(i, j):>16}" for j in numbers) for i in numbers]
+    lines += ["", f"step, predicted: {seconds['present']:.3g} s as the machines stand"]
+    if order == list(numbers):
+        lines += ["order: leave it as it is"]
+    else:
+        lines[-1] += f", {seconds['reordered']:.3g} s in this order:"
+        for place, i in enumerate(order):
+            lines += [f"  {names[i]:{wide}}  --network.node_rank {place}{'  (this machine)' if i == result['here'] else ''}"]
+    if result["rank"] is not None:
+        lines += [f"rank that hides behind compute: --compression.rank {result['rank']} ({seconds['recommended']:.3g} s a step)"]
+    return "\n".join(lines)

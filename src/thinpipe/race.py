@@ -1,0 +1,249 @@
+"""`thinpipe race`: several configs on the same data, order, seed and links: what each reaches per token, second and byte.
+
+The loss runs at full speed in one process: the model doesn't depend on its stages (METHOD.md section 4). The seconds of a
+step come from a short run in the lab at steady state, as the public yardstick does it, or from the planner where no lab can run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from .calibrate import calibrate
+from .config import Config, ThinpipeError, to_dict
+from .data import prepare
+from .lab import parse_links, unavailable
+from .metrics import read_events, to_json, write_whole
+from .planner import find_gpu, plan, wire_bytes_per_token
+from .report import COLOURS, DPI, INK, clean
+from .run import result_of
+from .runner import train
+from .trial import train_in_lab
+
+_SAME = ("data", "train.batch", "train.steps", "run.seed")
+_LAB_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One config of a race.
+
+    Attributes:
+        name: of its file; config: as overridden; link: what joins its stages.
+    """
+
+    name: str
+    config: Config
+    link: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """An entry's validation loss, a row per seed.
+
+    Attributes:
+        steps: of the validations; losses: (seeds, validations), nats per token.
+        seconds_per_step: over the entry's link; timed: "lab" or "planner".
+        bytes_per_step: over all boundaries, both directions.
+    """
+
+    entry: Entry
+    steps: np.ndarray
+    losses: np.ndarray
+    seconds_per_step: float
+    timed: str
+    bytes_per_step: float
+    compression: float
+
+
+def race(
+    entries: Sequence[Entry],
+    out: Path,
+    *,
+    target: float | None = None,
+    seeds: int = 1,
+    say: Callable[[str], None],
+    timing: str = "auto",
+    debug: bool = False,
+) -> dict[str, Any]:
+    """Train every entry for every seed, time its step, compare; the keys of `thinpipe race --json`.
+
+    Runs live in `out` and are not repeated when they are finished, so that a race can be stopped and gone on with.
+
+    Args:
+        target: loss that counts (None: the first entry's final one, its mean over seeds).
+        timing: "lab", "planner", or "auto": the lab where it can run.
+
+    Raises:
+        ThinpipeError: configs that can't be compared (the field is named), or as training does.
+    """
+    _check(entries)
+    if timing == "auto":
+        timing = "lab" if unavailable() is None else "planner"
+    curves = [_run(entry, out, seeds, timing, say, debug) for entry in entries]
+    first = curves[0]
+    target = float(first.losses[:, -1].mean()) if target is None else target
+    result = {"target_loss": target, "timed_by": timing, "rows": _rows(curves, target)}
+    for name, figure in figures(curves, target):
+        path = out / f"{name}.png"
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        figure.savefig(beside, format="png", dpi=DPI)
+        beside.replace(path)
+    write_whole(out / "race.json", to_json(result))
+    return result | {"files": sorted(str(path) for path in out.glob("*.png"))}
+
+
+def _check(entries: Sequence[Entry]) -> None:
+    """Only what is compared may differ."""
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ThinpipeError("two configs of the race have the same file name; rename one")
+    for entry in entries:
+        if not entry.config.check().train.eval_every:
+            raise ThinpipeError(f"{entry.name}: train.eval_every = 0 gives no curve to compare; set it")
+        for other in entries[1:]:
+            for name in _SAME:
+                ours, theirs = _field(entries[0].config, name), _field(other.config, name)
+                if ours != theirs:
+                    raise ThinpipeError(f"{name} differs between {entries[0].name} and {other.name}; a race needs the same data and order")
+
+
+def _field(config: Config, name: str) -> Any:
+    group, _, field = name.partition(".")
+    values = to_dict(config)[group]
+    return values.get(field) if field else {key: value for key, value in values.items() if key not in ("cache", "source")}
+
+
+def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], None], debug: bool) -> Curve:
+    config = entry.config
+    alone = replace(config.pipeline, stages=1, schedule="wan")
+    compression = replace(config.compression, segments=config.segments)
+    rows: list[np.ndarray] = []
+    steps = np.array([])
+    for seed in range(config.run.seed, config.run.seed + seeds):
+        folder = out / f"{entry.name}-{seed}"
+        whole = replace(config, run=replace(config.run, dir=str(folder), seed=seed), pipeline=alone, compression=compression)
+        done = result_of(folder)
+        if done is None or done["steps"] < config.train.steps:
+            say(f"{entry.name}, seed {seed}")
+            train(whole, say, debug)
+        evals = {e["step"]: e["val_loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "eval"}
+        steps, losses = np.array(sorted(evals)), np.array([evals[step] for step in sorted(evals)], dtype=float)
+        rows.append(losses)
+    per_token = wire_bytes_per_token(config)
+    tokens = config.train.batch * config.sizes()["context"]
+    return Curve(
+        entry=entry,
+        steps=steps,
+        losses=np.stack(rows),
+        seconds_per_step=_time_step(entry, out, timing, say, debug),
+        timed=timing,
+        bytes_per_step=per_token * tokens * (config.pipeline.stages - 1) * 2,
+        compression=2 * config.sizes()["width"] / per_token,
+    )
+
+
+def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None], debug: bool) -> float:
+    config = entry.config
+    if config.pipeline.stages == 1:
+        raise ThinpipeError(f"{entry.name}: pipeline.stages = 1 has no link to race over; set the stages of the pipeline")
+    where = f"--link for {entry.name}"
+    if timing == "planner":
+        links = parse_links(entry.link, config.pipeline.stages - 1, where)
+        return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=calibrate(config, debug)).seconds_per_step
+    folder = out / f"{entry.name}-lab-{entry.link.replace(',', '-').replace('/', '_')}"
+    if (done := result_of(folder)) is None:
+        train_config = replace(config.train, steps=_LAB_STEPS, eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample="")
+        short = replace(config, run=replace(config.run, dir=str(folder)), train=train_config)
+        say(f"{entry.name}: {_LAB_STEPS} steps in the lab over {entry.link}")
+        done = train_in_lab(short, entry.link, where, say, debug)
+    return float(done["seconds_per_step"])
+
+
+def steps_to(target: float, steps: np.ndarray, losses: np.ndarray) -> float | None:
+    """The step at which a curve first reaches `target`, between two validations by a straight line; None: never."""
+    reached = np.flatnonzero(losses <= target)
+    if not reached.size:
+        return None
+    i = int(reached[0])
+    if i == 0:
+        return float(steps[0])
+    share = (losses[i - 1] - target) / (losses[i - 1] - losses[i])
+    return float(steps[i - 1] + share * (steps[i] - steps[i - 1]))
+
+
+def _rows(curves: Sequence[Curve], target: float) -> list[dict[str, Any]]:
+    first_loss = curves[0].losses[:, -1].mean()
+    times = [_time_to(curve, target) for curve in curves]
+    rows = []
+    for curve, (steps, seconds) in zip(curves, times, strict=True):
+        final = curve.losses[:, -1]
+        rows.append(
+            {
+                "name": curve.entry.name,
+                "method": curve.entry.config.compression.method,
+                "compression": curve.compression,
+                "link": curve.entry.link,
+                "final_val_loss": float(final.mean()),
+                "final_val_loss_spread": float(final.max() - final.min()),
+                "perplexity": math.exp(min(float(final.mean()), 700.0)),
+                "gap_vs_first": float(final.mean() / first_loss - 1),
+                "steps_to_target": steps,
+                "seconds_per_step": curve.seconds_per_step,
+                "time_to_target": seconds,
+                "speedup_vs_first": times[0][1] / seconds if seconds and times[0][1] else None,
+            }
+        )
+    return rows
+
+
+def _time_to(curve: Curve, target: float) -> tuple[float | None, float | None]:
+    """Mean steps and seconds to the target; None if a seed never reached it."""
+    each = [found for losses in curve.losses if (found := steps_to(target, curve.steps, losses)) is not None]
+    if len(each) < len(curve.losses):
+        return None, None
+    return mean(each), mean(each) * curve.seconds_per_step
+
+
+def figures(curves: Sequence[Curve], target: float) -> list[tuple[str, Figure]]:
+    """Validation loss (mean over seeds, band from the best to the worst) against tokens, seconds over the links, and bytes sent."""
+    tokens = [c.entry.config.train.batch * c.entry.config.sizes()["context"] for c in curves]
+    axes: dict[str, tuple[str, list[float]]] = {
+        "loss-tokens": ("training tokens", [float(t) for t in tokens]),
+        "loss-seconds": (f"seconds over the links (a step's time from the {curves[0].timed})", [c.seconds_per_step for c in curves]),
+        "loss-bytes": ("bytes sent over all boundaries", [c.bytes_per_step for c in curves]),
+    }
+    return [(name, _figure(curves, label, per_step, target)) for name, (label, per_step) in axes.items()]
+
+
+def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], target: float) -> Figure:
+    figure = Figure(figsize=(5.0, 3.6 + 0.22 * len(curves)), layout="constrained")
+    axes = figure.add_subplot()
+    clean(axes)
+    for i, (curve, unit) in enumerate(zip(curves, per_step, strict=True)):
+        x, colour = curve.steps * unit, COLOURS[i % len(COLOURS)]
+        line = "--" if i >= len(COLOURS) else "-"
+        name = f"{curve.entry.name} · {curve.compression:.3g}× · {curve.losses[:, -1].mean():.3f}"
+        axes.plot(x, curve.losses.mean(0), line, color=colour, linewidth=1.5, marker="o", markersize=3, label=name)
+        if len(curve.losses) > 1:
+            axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=colour, alpha=0.2, linewidth=0)
+    axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
+    late = np.concatenate([curve.losses[:, len(curve.steps) // 8 :].ravel() for curve in curves])
+    axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if max(curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)) > 20 * min(
+        curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)
+    ):
+        axes.set_xscale("log")
+    axes.set_xlabel(label)
+    axes.set_ylabel("validation loss (nats per token)")
+    figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
+    return figure
