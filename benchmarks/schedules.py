@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -25,9 +27,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from thinpipe import planner, schedule
+from thinpipe.calibrate import time_passes
 from thinpipe.codecs import Cast
 from thinpipe.config import Config, PipelineConfig, from_dict
-from thinpipe.model import Stage, build_stages
+from thinpipe.model import build_stages
 from thinpipe.pipeline import Pipeline, Tally
 from thinpipe.topology import Topology, connect
 
@@ -94,43 +97,45 @@ def real_config(width: int, stages: int, micro_batches: int) -> Config:
 
 
 def worker(case: dict[str, Any]) -> None:
-    """One stage's part; the first prints the result as JSON."""
+    """One stage's part in all rows of a case; the first prints the results as JSON."""
     torch.set_num_threads(1)
-    micro_batches, width, name = case["micro_batches"], case["width"], case["schedule"]
     with connect(120) as here:
-        stage: Any = Sleeper(here, width)
+        stage: Any = Sleeper(here, case["width"])
         if case["real"]:
-            (stage,) = build_stages(real_config(width, here.stages, micro_batches), VOCAB, [here.stage])
-        tokens = torch.randint(VOCAB, (micro_batches, TOKENS + 1), generator=torch.Generator().manual_seed(0))
-        if name.startswith("torch"):
-            step = _torch_step(stage, here, name, width, micro_batches, tokens)
-        else:
-            options = PipelineConfig(stages=here.stages, micro_batches=micro_batches, schedule=name, warmup=case["warmup"])
-            pipeline = Pipeline(stage, here, options, 1)
-
-            def step() -> None:
-                pipeline.step(tokens)
-
-        makespans = []
-        for _ in range(1 + case["repeats"]):
-            here.gather(0)
-            began = time.monotonic()
-            step()
-            marks = here.gather([began, time.monotonic()])
-            makespans.append(max(end for _, end in marks) - max(start for start, _ in marks))
-        result = {"makespan": median(makespans[1:])}
-        if not name.startswith("torch"):  # steps that follow each other, the tally between them
-            here.gather(0)
-            ends = [time.monotonic()]
-            for left in range(case["repeats"], -1, -1):
-                loss = pipeline.step(tokens, another=left > 0)
-                pipeline.tally(Tally(loss=loss))
-                ends.append(time.monotonic())
-            result["step"] = (ends[-1] - ends[1]) / case["repeats"]
-        if case["real"]:
-            result |= _compute(stage, here, width)
+            (stage,) = build_stages(real_config(case["width"], here.stages, case["micro_batches"]), VOCAB, [here.stage])
+        results = [_row(stage, here, name, warmup, case) for name, warmup in case["rows"]]
+        compute = here.gather(time_passes(stage, here, 1, 1.0)) if case["real"] else None
         if here.is_first:
-            print(json.dumps(result), flush=True)
+            print(json.dumps({"rows": results, "compute": compute}), flush=True)
+
+
+def _row(stage: Any, here: Topology, name: str, warmup: int | None, case: dict[str, Any]) -> dict[str, float]:
+    micro_batches, width, repeats = case["micro_batches"], case["width"], case["repeats"]
+    tokens = torch.randint(VOCAB, (micro_batches, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    ours = not name.startswith("torch")
+    if ours:
+        options = PipelineConfig(stages=here.stages, micro_batches=micro_batches, schedule=name, warmup=warmup)  # type: ignore[arg-type]
+        pipeline = Pipeline(stage, here, options, 1)
+        step: Callable[[], object] = partial(pipeline.step, tokens)
+    else:
+        step = _torch_step(stage, here, name, width, micro_batches, tokens)
+    makespans = []
+    for _ in range(1 + repeats):
+        here.gather(0)
+        began = time.monotonic()
+        step()
+        marks = here.gather([began, time.monotonic()])
+        makespans.append(max(end for _, end in marks) - max(start for start, _ in marks))
+    result = {"makespan": median(makespans[1:])}
+    if ours:  # steps that follow each other, the tally between them
+        here.gather(0)
+        ends = []
+        for left in range(repeats, -1, -1):
+            loss = pipeline.step(tokens, another=left > 0)
+            pipeline.tally(Tally(loss=loss))
+            ends.append(time.monotonic())
+        result["step"] = (ends[-1] - ends[0]) / repeats
+    return result
 
 
 def _torch_step(stage: Any, here: Topology, name: str, width: int, micro_batches: int, tokens: torch.Tensor) -> Any:
@@ -152,17 +157,11 @@ def _torch_step(stage: Any, here: Topology, name: str, width: int, micro_batches
     return lambda: runner.step(tokens=tokens, target=target, return_outputs=False)
 
 
-def _compute(stage: Stage, here: Topology, width: int) -> dict[str, Any]:
-    from thinpipe.calibrate import _time_passes
-
-    return {"compute": here.gather(_time_passes(stage, here, 1, 1.0))}
-
-
 def run(hosts: list[Any], case: dict[str, Any]) -> dict[str, Any]:
     processes = []
     for rank, host in enumerate(hosts):
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29511"}
-        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [*host.command_prefix, sys.executable, str(Path(__file__)), "--worker", json.dumps(case)]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=600)[0] for process in processes]
@@ -187,22 +186,20 @@ def compare(link: str, micro_batches: list[int], repeats: int, stages: int, kind
                     message = TOKENS * width * 2
                     costs = planner.Costs.uniform(stages, FORWARD, BACKWARD, message)
                     rows: list[tuple[str, int | None]] = [("torch GPipe", None), ("torch 1F1B", None), ("gpipe", None), ("1f1b", None)]
-                    rows.append(("wan", None))
-                    if kind == "sleep":
-                        choice = planner.best_schedule(costs, links, count)
-                        rows.append((choice.schedule, choice.warmup))
-                    for name, warmup in rows:
-                        case = {"schedule": name, "warmup": warmup, "width": width, "micro_batches": count, "repeats": repeats}
-                        result = run(net.hosts, case | {"real": kind == "real"})
-                        if "compute" in result:
-                            forward, backward = zip(*result["compute"], strict=True)
-                            costs = planner.Costs(forward, backward, (0.0,) * stages, message, message)
-                        best = planner.best_schedule(costs, links, count).makespan
-                        least = planner.bound(costs, links, count)
+                    choice = planner.best_schedule(costs, links, count)
+                    rows += [("wan", None), (choice.schedule, choice.warmup)]
+                    case = {"rows": rows, "width": width, "micro_batches": count, "repeats": repeats, "real": kind == "real"}
+                    result = run(net.hosts, case)
+                    if result["compute"] is not None:
+                        forward, backward = zip(*result["compute"], strict=True)
+                        costs = planner.Costs(forward, backward, (0.0,) * stages, message, message)
+                    best = planner.best_schedule(costs, links, count).makespan
+                    least = planner.bound(costs, links, count)
+                    for (name, warmup), row in zip(rows, result["rows"], strict=True):
                         shown = f"{name} {warmup}" if warmup else name
                         print(
-                            f"{kind:>7} {label:>8} {count:>3} {shown:>16} {result['makespan']:>9.3f} {least:>6.3f} {best:>6.3f} "
-                            f"{result['makespan'] / best:>7.2f} {result.get('step', float('nan')):>6.3f}",
+                            f"{kind:>7} {label:>8} {count:>3} {shown:>16} {row['makespan']:>9.3f} {least:>6.3f} {best:>6.3f} "
+                            f"{row['makespan'] / best:>7.2f} {row.get('step', float('nan')):>6.3f}",
                             flush=True,
                         )
         print(f"\nemulator: {net.emulator_cpu():.0%} of a core on average")
@@ -217,9 +214,9 @@ def depth(link: str, repeats: int) -> None:
         links = parse_links(link, stages - 1)
         costs = planner.Costs.uniform(stages, FORWARD, BACKWARD, TOKENS * 64 * 2)
         choice = planner.best_schedule(costs, links, 8)
-        case = {"schedule": choice.schedule, "warmup": choice.warmup, "width": 64, "micro_batches": 8, "repeats": repeats, "real": False}
+        case = {"rows": [(choice.schedule, choice.warmup)], "width": 64, "micro_batches": 8, "repeats": repeats, "real": False}
         with lab(links, hosts=stages) as net:
-            result = run(net.hosts, case)
+            result = run(net.hosts, case)["rows"][0]
         planned = planner.simulate(schedule.actions(choice.schedule, stages, 8, choice.warmup), costs, links)
         least = planner.bound(costs, links, 8)
         print(f"{stages:>6} {result['step']:>7.3f} {planned.seconds_per_step:>8.3f} {least:>7.3f}", flush=True)

@@ -38,7 +38,7 @@ def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optim
     Args:
         optimizer: timed as well, which changes the weights (None: counts as free).
     """
-    forward, backward = _time_passes(stage, here, config.micro_batch, seconds)
+    forward, backward = time_passes(stage, here, config.micro_batch, seconds)
     optimizing = 0.0
     if optimizer is not None:
         start = _now(stage.device)
@@ -58,7 +58,7 @@ def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optim
     )
 
 
-def _time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float) -> tuple[float, float]:
+def time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float) -> tuple[float, float]:
     """Median seconds of a forward and of a backward, with what the codec does at the cuts."""
     spec, codec, device = stage.spec, stage.codec, stage.device
     tokens_BS = torch.randint(spec.vocab, (micro_batch, spec.context + 1))
