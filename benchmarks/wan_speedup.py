@@ -66,7 +66,7 @@ def main() -> None:
     rate = 2 * 2 * WIDTH * 8 / (ratio * compute) / 1e6
     print(f"published, per token and stage: {arithmetic}: {ratio:.0f} s of messages per second of compute")
     print(
-        f"here: {1e6 * compute:.0f} us of compute on this machine, all stages at once; 2 x {2 * WIDTH} bytes take {ratio:.0f} times that at {rate:.2f} Mbit/s"
+        f"here: {1e6 * compute:.0f} us of compute, all stages at once; 2 x {2 * WIDTH} bytes take {ratio:.0f} times that at {rate:.2f} Mbit/s"
     )
     link = f"{rate:.2f}mbit,{1e3 * DELAY:g}ms"
     with tempfile.TemporaryDirectory() as scratch:
@@ -76,7 +76,8 @@ def main() -> None:
             result = lab(Path(scratch), rank, over, arguments.steps)
             seconds[name, over] = result["seconds_per_step"]
             print(
-                f"{name:>9} over {over:>16}: {result['seconds_per_step']:8.3f} s per step (planned {result['planned_seconds_per_step']:.3f}), "
+                f"{name:>9} over {over:>16}: {result['seconds_per_step']:8.3f} s per step "
+                f"(planned {result['planned_seconds_per_step']:.3f}), "
                 f"{result['wire_bytes_per_token']:g} bytes per token, emulator {result['emulator_cpu']:.0%}",
                 flush=True,
             )

@@ -395,7 +395,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     loaded.stage.method = Projected(loaded.stage.spec)
     with monkeypatch.context() as patched:
         patched.setattr(publish, "load_run", lambda folder: loaded)
-        with pytest.raises(ThinpipeError, match=r"method = 'projected' is not a plain Llama .*; 'none' and 'subspace' can"):
+        with pytest.raises(
+            ThinpipeError, match=r"method = 'projected' is not a plain Llama .*; methods 'none' and 'subspace' without tables can"
+        ):
             export_run(run, tmp_path / "hf")
     with monkeypatch.context() as patched:  # a swapped pair of tensors must not leave the house
         honest = publish.to_llama

@@ -1,0 +1,222 @@
+"""What a token teaches each method, in three resumable tiers; results are kept in docs/learning-N.json as they come.
+
+    python benchmarks/learning.py --tier 1 [--jobs 2] [--only NAME ...] [--plot]
+
+Every run is one process with one thread: the loss doesn't depend on the number of stages. Tier 1: d = 128, 8 layers,
+4 segments, 1 M tokens; tier 2: d = 192, 3 M tokens, two seeds; tier 3: one pair for 20 M tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from thinpipe.config import Config, dump, from_dict
+from thinpipe.data import prepare
+from thinpipe.metrics import read_events, write_whole
+
+DOCS = Path(__file__).parents[1] / "docs"
+Groups = dict[str, dict[str, Any]]
+
+
+def sizes(width: int, tokens: float) -> Groups:
+    steps = round(tokens / (16 * 128))
+    return {
+        "model": {"width": width, "layers": 8, "heads": 4, "hidden": round(8 * width / 3 / 16) * 16, "context": 128},
+        "data": {"vocab": 2048},
+        "compression": {"segments": 4},
+        "pipeline": {"stages": 1, "micro_batches": 1},
+        "train": {
+            "steps": steps,
+            "batch": 16,
+            "eval_every": steps // 8,
+            "eval_batches": 16,
+            "checkpoint_every": 0,
+            "watch_every": 0,
+            "sample": "",
+        },
+        "optim": {"lr": 4e-3, "warmup": 50},
+    }
+
+
+def compressed(method: str, rank: int = 0, **more: Any) -> Groups:
+    return {"compression": {"method": method} | ({"rank": rank} if rank else {}) | more}
+
+
+BEST: dict[str, Any] = {"wire": "int4", "stage_table": "full", "static_scale": 0.5}
+
+
+def screening(d: int) -> dict[str, Groups]:
+    """Every method and ratio; bytes of 1/8 are d/8 numbers in bfloat16 or d/2 in four bits."""
+    runs: dict[str, Groups] = {"dense": compressed("none"), "dense + tables": compressed("none", stage_table="full")}
+    runs |= {f"dense, lr {lr:g}": compressed("none") | {"optim": {"lr": lr}} for lr in (2e-3, 8e-3)}
+    runs["dense, Muon"] = compressed("none") | {"optim": {"hidden": "muon"}}
+    for ratio in (8, 16, 32, 64):
+        runs[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio)
+        runs[f"projected 1/{ratio}"] = compressed("projected", d // ratio)
+    for ratio in (8, 16, 32, 64):
+        runs[f"projected + tables, int4, 1/{ratio}"] = compressed("projected", 4 * d // ratio, **BEST)
+        runs[f"subspace + tables, int4, 1/{ratio}"] = compressed("subspace", 4 * d // ratio, **BEST)
+    runs["projected + tables, int4, 1/16, Muon"] = compressed("projected", d // 4, **BEST) | {"optim": {"hidden": "muon"}}
+    runs["projected + tables, bfloat16, 1/8"] = compressed("projected", d // 8, stage_table="full", static_scale=0.5)
+    runs["subspace + tables, bfloat16, 1/8"] = compressed("subspace", d // 8, stage_table="full", static_scale=0.5)
+    runs["projected, int4, 1/16"] = compressed("projected", d // 4, wire="int4")
+    runs["subspace, int4, 1/32"] = compressed("subspace", d // 8, wire="int4")
+    runs["subspace, int8, 1/16"] = compressed("subspace", d // 8, wire="int8")
+    runs |= {f"quantize {bits} bits": compressed("quantize", wire=f"int{bits}") for bits in (8, 4, 2, 1)}
+    runs["quantize 1 bit, nearest"] = compressed("quantize", wire="int1", rounding="nearest")
+    runs |= {f"topk 1/{ratio}": compressed("topk", d // (2 * ratio)) for ratio in (8, 16, 64)}
+    runs |= {f"lowrank 1/{ratio}": compressed("lowrank", d // ratio) for ratio in (8, 16, 64)}
+    runs["subspace 1/8, Gaussian table"] = compressed("subspace", d // 8, static="gaussian")
+    runs["subspace 1/8, basis frozen"] = compressed("subspace", d // 8, move_every=0)
+    runs["subspace 1/8, moved every 50"] = compressed("subspace", d // 8, move_every=50)
+    runs["subspace 1/8, moved every 50, step 0.3"] = compressed("subspace", d // 8, move_every=50, move_step=0.3)
+    runs["subspace 1/8, A_T from E U"] = compressed("subspace", d // 8, embedding_start=1.0)
+    runs["subspace 1/8, A_T from 0"] = compressed("subspace", d // 8, embedding_start=0.0)
+    return runs
+
+
+def main_tier(d: int) -> dict[str, Groups]:
+    runs: dict[str, Groups] = {"dense": compressed("none"), "dense + tables": compressed("none", stage_table="full")}
+    for ratio in (8, 16, 32):
+        runs[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio)
+        runs[f"projected + tables, int4, 1/{ratio}"] = compressed("projected", 4 * d // ratio, **BEST)
+        runs[f"subspace + tables, int4, 1/{ratio}"] = compressed("subspace", 4 * d // ratio, **BEST)
+    runs["topk 1/16"] = compressed("topk", d // 32)
+    return runs
+
+
+TIERS: dict[int, tuple[Groups, dict[str, Groups], int]] = {
+    1: (sizes(128, 1e6), screening(128), 1),
+    2: (sizes(192, 3e6), main_tier(192), 2),
+    3: (sizes(192, 20e6), {"dense": compressed("none"), "projected + tables, int4, 1/32": compressed("projected", 24, **BEST)}, 1),
+}
+
+
+def merged(*parts: Groups) -> Config:
+    groups: Groups = {}
+    for part in parts:
+        for group, values in part.items():
+            groups[group] = groups.get(group, {}) | values
+    return from_dict(groups).check()
+
+
+def train(config: Config) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        toml, run = Path(scratch) / "run.toml", Path(scratch) / "run"
+        toml.write_text(dump(config))
+        command = [sys.executable, "-m", "thinpipe", "train", str(toml), "--run.dir", str(run), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            return {"failed": done.stderr.strip().splitlines()[-1]}
+        result = json.loads(done.stdout.splitlines()[-1])
+        evals = [[e["step"], round(e["val_loss"], 5)] for e in read_events(run / "metrics.jsonl") if e["event"] == "eval"]
+    data = prepare(config)
+    keys = ("val_loss", "tokens", "parameters", "wire_bytes_per_token", "compression", "refused_steps", "seconds_per_step")
+    return {key: result[key] for key in keys} | {"epochs": result["tokens"] / len(data.train), "curve": evals}
+
+
+def stored(tier: int) -> dict[str, Any]:
+    path = DOCS / f"learning-{tier}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def table(tier: int) -> str:
+    """The results so far as Markdown, best first at each number of bytes."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for key, row in stored(tier).items():
+        if "failed" not in row:
+            groups.setdefault(key.partition("#")[0], []).append(row)
+    if "dense" not in groups:
+        return "no dense run yet"
+    dense = mean(row["val_loss"] for row in groups["dense"])
+    lines = [
+        "| run | fewer bytes | validation loss | perplexity | gap | parameters, M | tokens per parameter | epochs | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in sorted(groups.items(), key=lambda item: (item[1][0]["compression"], item[1][0]["val_loss"])):
+        loss, first = mean(row["val_loss"] for row in rows), rows[0]
+        lines.append(
+            f"| {name} | {first['compression']:.3g}× | {loss:.3f} | {math.exp(loss):.1f} | {loss / dense - 1:+.1%} "
+            f"| {first['parameters'] / 1e6:.2f} | {first['tokens'] / first['parameters']:.2f} | {first['epochs']:.2f} | {len(rows)} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(tier: int) -> Path:
+    """Gap to dense against bytes, all methods on it."""
+    from matplotlib.figure import Figure
+
+    from thinpipe.report import COLOURS, DPI, clean
+
+    rows = {name: row for name, row in stored(tier).items() if "failed" not in row}
+    dense = rows["dense#0"]["val_loss"]
+    families = ("subspace", "projected", "subspace + tables, int4", "projected + tables, int4", "quantize", "topk", "lowrank")
+    figure = Figure(figsize=(5.0, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    clean(axes)
+    for family, colour, marker in zip(families, COLOURS, "os^vDPX", strict=True):
+        members = [
+            row
+            for name, row in rows.items()
+            if name.split("#")[0].rsplit(" 1/", 1)[0].rstrip(",") == family
+            or (family == "quantize" and name.startswith("quantize") and "nearest" not in name)
+        ]
+        members.sort(key=lambda row: row["compression"])
+        if members:
+            gaps = [100 * (row["val_loss"] / dense - 1) for row in members]
+            axes.plot([row["compression"] for row in members], gaps, marker=marker, color=colour, label=family, linewidth=1.3)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2, 4, 8, 16, 32, 64], ["2×", "4×", "8×", "16×", "32×", "64×"])
+    axes.axhline(0, color="#333333", linewidth=0.8)
+    axes.set_xlabel("fewer bytes than a dense bfloat16 stream")
+    axes.set_ylabel("validation loss above dense (%)")
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor="linecolor", fontsize=9)
+    path = DOCS / f"learning-{tier}.png"
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", type=int, choices=TIERS, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="runs beside each other, a thread each")
+    parser.add_argument("--only", nargs="+", help="runs by name")
+    parser.add_argument("--plot", action="store_true", help="only the table and the plot of what is there")
+    arguments = parser.parse_args()
+    base, runs, seeds = TIERS[arguments.tier]
+    results = stored(arguments.tier)
+    if unknown := set(arguments.only or []) - set(runs):
+        parser.error(f"no run {', '.join(sorted(unknown))}; there are: {'; '.join(runs)}")
+    wanted = [
+        (f"{name}#{seed}", merged(base, runs[name], {"run": {"seed": seed}})) for name in arguments.only or runs for seed in range(seeds)
+    ]
+    waiting = [] if arguments.plot else [(key, config) for key, config in wanted if key not in results]
+
+    def one(job: tuple[str, Config]) -> None:
+        key, config = job
+        results[key] = train(config)
+        write_whole(DOCS / f"learning-{arguments.tier}.json", json.dumps(results, indent=1) + "\n")
+        print(f"{key}: {results[key].get('val_loss', results[key].get('failed'))}", flush=True)
+
+    if waiting:
+        prepare(waiting[0][1])
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(one, waiting))
+    print(table(arguments.tier))
+    if "dense#0" in results:
+        print(plot(arguments.tier))
+
+
+if __name__ == "__main__":
+    main()
