@@ -1,6 +1,6 @@
 """Subspace against dense training of a real model over a link as thin, for its compute, as the paper's.
 
-    python benchmarks/wan_speedup.py [--steps 16]   # needs the lab: root or unshare -rmn
+    python benchmarks/wan_speedup.py [--steps 6]   # needs the lab: root or unshare -rmn
 
 The paper's setting: Llama 8B, one block of width 4,096 per stage on an L4, 80 Mbit/s. A token costs a stage 6 x (parameters of a block)
 FLOPs and, dense, 2 x 4,096 x 2 bytes on the wire. Here the link is chosen so that one second of a stage's measured compute stands
@@ -20,7 +20,7 @@ from typing import Any
 from thinpipe.calibrate import calibrate
 from thinpipe.config import Config, dump, from_dict
 
-WIDTH, RANK, LAYERS, STAGES, MICRO_BATCHES, CONTEXT = 512, 5, 4, 4, 8, 128
+WIDTH, RANK, LAYERS, STAGES, MICRO_BATCHES, CONTEXT = 512, 5, 4, 4, 8, 64
 DELAY = 0.025  # seconds one way
 
 
@@ -51,14 +51,14 @@ def lab(folder: Path, rank: int, link: str, steps: int) -> dict[str, Any]:
     toml, out = folder / f"{rank}.toml", folder / f"run-{rank}-{link.replace(',', '-')}"
     toml.write_text(dump(config(rank, steps)))
     command = [sys.executable, "-m", "thinpipe", "lab", str(toml), "--link", link, "--run.dir", str(out), "--json"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=600)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=900)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=6)
     arguments = parser.parse_args()
     ratio, arithmetic = published_ratio()
     costs = calibrate(config(0, arguments.steps))
@@ -66,7 +66,7 @@ def main() -> None:
     rate = 2 * 2 * WIDTH * 8 / (ratio * compute) / 1e6
     print(f"published, per token and stage: {arithmetic}: {ratio:.0f} s of messages per second of compute")
     print(
-        f"here: {1e6 * compute:.0f} us of compute, all stages at once; 2 x {2 * WIDTH} bytes take {ratio:.0f} times that at {rate:.2f} Mbit/s"
+        f"here: {1e6 * compute:.0f} us of compute, all stages busy; 2 x {2 * WIDTH} bytes take {ratio:.0f} times that at {rate:.2f} Mbit/s"
     )
     link = f"{rate:.2f}mbit,{1e3 * DELAY:g}ms"
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,10 +24,10 @@ from .planner import find_gpu, recommend
 from .topology import Topology
 
 _PING_TAG, _BULK_TAG, _ASK_TAG = 20, 21, 22
-_PINGS = 3
+_PINGS = 6
 _MESSAGES = 16  # of a transfer, all in flight
 _FIRST, _LARGEST = 1 << 12, 1 << 20  # bytes of a message: a transfer holds 64 KiB to 16 MiB
-_FULL = 2  # transfers of the full size: what TCP repairs after a loss, it may have to repair in one of them only
+_AGREE = 0.9  # the second fastest transfer of the full size against the fastest; others were held up, by a loss for instance
 
 Pair = tuple[int, int]
 
@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 def measure_links(here: Topology, seconds: float = 1.0, pairs: Sequence[Pair] | None = None) -> list[list[Measured | None]]:
     """What Gloo moves from every process i to every j, at [i][j] of the result, on every process. COLLECTIVE.
 
-    The round trip is the median of small messages whose receives were posted before, the rate that of many messages in flight.
+    The round trip is the shortest of a few small messages', whose receives were posted before, the rate that of many messages in flight.
     A pair takes about twice `seconds` + 25 round trips, more below 1 Mbit/s and where TCP is slow to get up to speed; every wait
     ends with the group's deadline.
 
@@ -82,8 +82,8 @@ def _measure(here: Topology, first: int, second: int, seconds: float) -> list[tu
 
 
 def _ping(here: Topology, peer: int, begins: bool) -> float:
-    """Seconds there and back, median. The first may wait for the peer to come, the second for news of its receive."""
-    receives = [here.irecv(torch.empty(1, dtype=torch.uint8), peer, _PING_TAG) for _ in range(2 + _PINGS)]
+    """Seconds there and back: the shortest of a few, since a busy processor only adds. The first one waits for the peer to come."""
+    receives = [here.irecv(torch.empty(1, dtype=torch.uint8), peer, _PING_TAG) for _ in range(_PINGS)]
     sent, seconds = [], []
 
     def send() -> None:
@@ -99,7 +99,7 @@ def _ping(here: Topology, peer: int, begins: bool) -> float:
         seconds.append(time.monotonic() - began)
     for work in sent:
         here.wait(work, peer)
-    return statistics.median(seconds[2:])
+    return min(seconds[1:])
 
 
 def _receive(here: Topology, peer: int, round_trip: float, seconds: float) -> float:
@@ -122,7 +122,8 @@ def _receive(here: Topology, peer: int, round_trip: float, seconds: float) -> fl
         # Long enough at the speed of the one before, too: where that was faster, this one may have been held up.
         enough = max(rate, before) * long / 8 / _MESSAGES
         full = [*full, rate] if size >= min(0.8 * enough, _LARGEST) else []
-        if len(full) == _FULL or time.monotonic() > latest:
+        agree = len(full) > 1 and sorted(full)[-2] >= _AGREE * max(full)
+        if agree or time.monotonic() > latest:
             _ask(here, peer, 0)
             return max(full, default=rate)
         size, before = size if full else min(4 * size, _LARGEST), rate
@@ -160,7 +161,7 @@ def probe(config: Config, say: Callable[[str], None] = print, debug: bool = Fals
         )
     gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
     config.spec(vocab)
-    say(f"measuring the links between {network.nodes} machines: {len(rounds(network.nodes))} rounds of a few seconds, once all are there")
+    say(f"{network.nodes} machines, once all are there: a few seconds for each of {len(rounds(network.nodes))} rounds of pairs")
     met = launch.meeting(network, f"thinpipe-probe-{config.run.name}", say=say)
     with tempfile.TemporaryDirectory(prefix="thinpipe-probe-") as scratch:
         folder = Path(scratch)
