@@ -520,6 +520,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             _say(f"thinpipe: {type(error).__name__}: {error}\nThis is a mistake of thinpipe's; --debug shows more.")
             status = 1
     sys.stdout.flush()
-    if status and "RANK" in os.environ:
-        os._exit(status)  # peers may be gone: no goodbye over the network
+    if "RANK" in os.environ:
+        os._exit(status)  # peers may be gone: no goodbye over the network; and see worker.py
     raise SystemExit(status)

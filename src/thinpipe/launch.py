@@ -147,19 +147,22 @@ def start(
 
 
 def _explain(error: ChildFailedError) -> None:
-    """Raise the failure that came first; a peer's loss is only reported when nothing else is."""
+    """Raise the failure that came first; a peer's loss only when there is nothing else, a stop (the agent stops the others) last."""
     reports = []
     for rank, failure in error.failures.items():
         report = failure.error_file_data.get("thinpipe") or {}
-        reports.append((report.get("kind") == "peer", failure.timestamp, rank, failure, report))
-    *_, rank, failure, report = min(reports, key=lambda r: r[:3])
-    if failure.exitcode == STOPPED or failure.exitcode in (-signal.SIGINT, -signal.SIGTERM):
+        stopped = failure.exitcode in (STOPPED, -signal.SIGINT, -signal.SIGTERM)
+        reports.append((stopped, report.get("kind") == "peer", failure.timestamp, rank, failure, report))
+    stopped, *_, rank, failure, report = min(reports, key=lambda r: r[:4])
+    if stopped:
         raise Stopped
     if report.get("kind") in ("user", "peer"):
         raise ThinpipeError(report["text"])
     if failure.exitcode < 0:
         raise ThinpipeError(f"stage {rank} was killed by {failure.signal_name()}; if that was not you, look for a lack of memory (dmesg)")
-    raise Failed(f"stage {rank} failed:\n{report.get('text') or failure.message}")
+    if not report:
+        raise ThinpipeError(f"stage {rank} failed and could not leave a report in the run's logs; is that disk full?")
+    raise Failed(f"stage {rank} failed:\n{report['text']}")
 
 
 @contextlib.contextmanager
@@ -174,9 +177,12 @@ def reporting_failures() -> Iterator[None]:
         text = str(error) if kind != "bug" else traceback.format_exc()
         report = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}, "thinpipe": {"kind": kind, "text": text}}
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            with contextlib.suppress(OSError):
+            try:
                 Path(path).write_text(json.dumps(report))
-        print(text, file=sys.stderr, flush=True)
+            except OSError:  # a full disk; the agent takes half a report amiss
+                Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -83,11 +84,19 @@ class Metrics:
         )
         self._task = self._progress.add_task("train", total=steps, completed=start, text="")
         self._progress.start()
-        self._quiet, self._spoke = quiet, 0.0
+        self._quiet, self._spoke, self._full = quiet, 0.0, False
 
     def event(self, kind: str, **values: Any) -> None:
-        if self._file is not None:
+        """Write an event. A full disk costs events, never the run; those in the file's buffer follow when there is room."""
+        if self._file is None:
+            return
+        try:
             self._file.write(to_json({"event": kind, "time": round(time.time(), 3), **values}) + "\n")
+            self._full = False
+        except OSError as error:
+            if not self._full:
+                self.say(f"{self._file.name} can't be written: {error.strerror}; make room, training goes on")
+            self._full = True
 
     def progress(self, step: int, text: str) -> None:
         """Show `text` beside the bar; where there is no terminal, as a line every few seconds."""
@@ -103,4 +112,5 @@ class Metrics:
     def close(self) -> None:
         self._progress.stop()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()

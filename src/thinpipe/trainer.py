@@ -24,7 +24,7 @@ from .device import pick_device, share_cores, use_bf16
 from .export import initial_from_llama
 from .generate import generate
 from .method import GradientStatistic, Subspace
-from .metrics import Metrics, to_json, write_whole
+from .metrics import Metrics, read_events, to_json, write_whole
 from .model import build_stages
 from .optim import Optimizer, clip_scale, learning_rate
 from .pipeline import Pipeline, Tally, share_owned, to_tensor
@@ -113,6 +113,8 @@ class Trainer:
         self.done_steps = self.refused = 0
         self.moved: dict[str, Any] | None = None
         resumed = self._resume()
+        if topology.is_first and self.data is not None and self.data.tokenizer is not None:
+            write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
         self.metrics = Metrics(
             folder / "metrics.jsonl" if topology.is_first else None, config.train.steps, self.done_steps, quiet=not topology.is_first
@@ -148,6 +150,9 @@ class Trainer:
                 self.save()
         self.save()
         self._told(self.checkpoints.finish())
+        if self.checkpoints.newest != self.done_steps:
+            remedy = f"make room, then the same command goes on from step {self.checkpoints.newest or 0}"
+            raise ThinpipeError(f"step {self.done_steps} could not be saved; {remedy}")
         if stopped:
             self.metrics.say(f"stopped after step {self.done_steps}; the same command with --run.dir {self.folder} goes on from there")
             self.metrics.close()
@@ -251,8 +256,6 @@ class Trainer:
                 )
         self.eval_batches: int = first["eval_batches"]
         self.digest: str = first["digest"]
-        if self.here.is_first and self.data is not None and self.data.tokenizer is not None:
-            write_whole(self.folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         return int(first["vocab"])
 
     def _take_basis(self) -> None:
@@ -309,6 +312,8 @@ class Trainer:
     def _resume(self) -> int | None:
         found = find(self.folder / "checkpoints", self.here, self.wants, self._say)
         if found is None:
+            if self.here.is_first and any(event["event"] == "step" for event in read_events(self.folder / "metrics.jsonl")):
+                self._say(f"{self.folder / 'checkpoints'} holds no checkpoint; training begins anew")
             return None
         if found.facts["data"] != self.digest:
             raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")
