@@ -94,7 +94,11 @@ def texts(of: dict[int, Topology | None]) -> dict[int, list[list[int]]]:
         if here is not None:
             run = load_run(base / "tied" / "four", here)
             prompt = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
-            likeliest = generate(run.stage, here, prompt, 10, temperature=0.0)
+            likeliest = list(generate(run.stage, here, prompt, 10, temperature=0.0))
+            # Ended early; what was posted for the next token must not meet the text after it.
+            end = int(likeliest[2][0])
+            ended = [int(ids) for ids in generate(run.stage, here, prompt[:1], 10, end_of_text=end)]
+            assert ended == [int(ids[0]) for ids in likeliest][: len(ended)] and ended.index(end) == len(ended) - 1
             drawn = generate(run.stage, here, prompt, 10, temperature=1.0, top_p=0.9, seed=3)
             written[stages] = torch.stack([*likeliest, *drawn]).tolist()
     return written
