@@ -146,6 +146,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"compression": {"static_scale": 0.0}}, "compression.static_scale"),
     ({"compression": {"move_step": 0.7}}, "compression.move_step = 0.7"),
     ({"network": {"timeout": 0.0}}, "network.timeout"),
+    ({"network": {"nodes": 2}}, "network.nodes = 2 needs network.rdzv"),
+    ({"network": {"rdzv": "10.0.0.1"}}, "network.rdzv = '10.0.0.1' is not HOST:PORT"),
+    ({"network": {"rdzv": "h:1", "nodes": 3}}, "pipeline.stages = 1 can't be shared equally by network.nodes = 3"),
+    ({"network": {"rdzv": "h:1", "nodes": 1, "node_rank": 1}}, "network.node_rank = 1"),
+    ({"compression": {"stage_table": -1}}, "compression.stage_table = -1"),
+    ({"compression": {"stage_table": "half"}}, "compression.stage_table = 'half'"),
     ({"run": {"name": "a/b"}}, "run.name"),
 ]
 

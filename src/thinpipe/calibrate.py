@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -18,11 +17,10 @@ from . import launch
 from .config import Config
 from .data import prepare
 from .device import pick_device, share_cores, use_bf16
-from .lab import Link, Measured
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
-from .planner import GPU, Choice, Costs, best_schedule, find_gpu, in_flight_limits, message_bytes, tied_bytes_per_step
+from .planner import GPU, Choice, Costs, best_schedule, chain, find_gpu, in_flight_limits, message_bytes, tied_bytes_per_step
 from .probe import measure_links
 from .run import open_run
 from .topology import Topology
@@ -125,28 +123,12 @@ def choose_schedule(stage: Stage, here: Topology, config: Config) -> Choice:
     costs = measure_costs(stage, here, config, seconds=0.5)
     found = measure_links(here, 0.2, [(s, s + 1) for s in range(here.stages - 1)])
     mine = in_flight_limits(config, stage.spec.vocab, _this_machine(stage, here))[here.stage]
-    links = shared_or_apart([(found[s][s + 1], found[s + 1][s]) for s in range(here.stages - 1)])
+    links = chain(found, range(here.stages), here.stages) if here.stages > 1 else ()
     # The machine that measured slightly more must not choose something else: the first one chooses.
     limits = [max(1, limit) for limit in here.gather(mine)]
     least = [min(config.pipeline.micro_batches, here.stages - s) for s in range(here.stages)]
     choice = best_schedule(costs, links, config.pipeline.micro_batches, [max(pair) for pair in zip(limits, least, strict=True)])
     return Choice(*here.gather(list(choice))[0])
-
-
-def shared_or_apart(pairs: Sequence[tuple[Measured | None, Measured | None]]) -> list[Link]:
-    """Links of the boundaries in turn, from what was measured both ways.
-
-    Alike (rates and delays within a quarter or 5 ms) they are taken as uplinks that a machine's boundaries share, as at
-    home; else each has its own.
-    """
-    seen = [[each for each in pair if each is not None] for pair in pairs]
-    rates = [1e6 * min(each.rate for each in both) for both in seen]
-    delays = [median(each.round_trip for each in both) / 2e3 for both in seen]
-    if not rates:
-        return []
-    if max(rates) <= 1.25 * min(rates) and max(delays) - min(delays) <= max(0.005, min(delays) / 4):
-        rates, delays = [median(rates)] * len(rates), [median(delays)] * len(delays)
-    return [Link(up=rate, down=rate, delay=delay) for rate, delay in zip(rates, delays, strict=True)]
 
 
 def _this_machine(stage: Stage, here: Topology) -> GPU:

@@ -35,9 +35,9 @@ Pair = tuple[int, int]
 def measure_links(here: Topology, seconds: float = 1.0, pairs: Sequence[Pair] | None = None) -> list[list[Measured | None]]:
     """What Gloo moves from every process i to every j, at [i][j] of the result, on every process. COLLECTIVE.
 
-    The round trip is the shortest of a few small messages', whose receives were posted before, the rate that of many messages in flight.
-    A pair takes about twice `seconds` + 25 round trips, more below 1 Mbit/s and where TCP is slow to get up to speed; every wait
-    ends with the group's deadline.
+    The round trip is that of the fastest of a few small messages, whose receives were posted before; the rate that of many
+    messages in flight. A pair takes about twice `seconds` + 25 round trips, more below 1 Mbit/s and where TCP is slow to get up
+    to speed; every wait ends with the group's deadline.
 
     Args:
         pairs: which ones to measure, both ways, the same on all processes (None: all). 0.2 s do for a first idea.

@@ -25,7 +25,7 @@ from .lab import parse_links, unavailable
 from .metrics import read_events, to_json, write_whole
 from .planner import find_gpu, plan, wire_bytes_per_token
 from .report import COLOURS, DPI, INK, clean
-from .run import result_of
+from .run import open_run, result_of
 from .runner import train
 from .trial import train_in_lab
 
@@ -131,10 +131,8 @@ def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], 
     for seed in range(config.run.seed, config.run.seed + seeds):
         folder = out / f"{entry.name}-{seed}"
         whole = replace(config, run=replace(config.run, dir=str(folder), seed=seed), pipeline=alone, compression=compression)
-        done = result_of(folder)
-        if done is None or done["steps"] < config.train.steps:
-            say(f"{entry.name}, seed {seed}")
-            train(whole, say, debug)
+        say(f"{entry.name}, seed {seed}")
+        train(whole, say, debug)  # a finished run of the same config is only reported
         evals = {e["step"]: e["val_loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "eval"}
         steps, losses = np.array(sorted(evals)), np.array([evals[step] for step in sorted(evals)], dtype=float)
         rows.append(losses)
@@ -159,10 +157,12 @@ def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None],
     if timing == "planner":
         links = parse_links(entry.link, config.pipeline.stages - 1, where)
         return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=calibrate(config, debug)).seconds_per_step
-    folder = out / f"{entry.name}-lab-{entry.link.replace(',', '-').replace('/', '_')}"
+    options = config.pipeline
+    setting = f"{options.stages}-{options.micro_batches}-{options.schedule}-{entry.link}"
+    folder = out / f"{entry.name}-lab-{setting.replace(',', '-').replace('/', '_')}"
+    train_config = replace(config.train, steps=_LAB_STEPS, eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample="")
+    short, folder, _ = open_run(replace(config, run=replace(config.run, dir=str(folder)), train=train_config))
     if (done := result_of(folder)) is None:
-        train_config = replace(config.train, steps=_LAB_STEPS, eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample="")
-        short = replace(config, run=replace(config.run, dir=str(folder)), train=train_config)
         say(f"{entry.name}: {_LAB_STEPS} steps in the lab over {entry.link}")
         done = train_in_lab(short, entry.link, where, say, debug)
     return float(done["seconds_per_step"])

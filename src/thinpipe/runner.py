@@ -62,8 +62,8 @@ def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | N
     with tempfile.TemporaryDirectory(prefix="thinpipe-join-") as scratch:
         folder = Path(scratch)
         write_whole(folder / "config.toml", dump(config))
-        logs = folder if config.run.dir is None else Path(config.run.dir) / f"logs/{met.address}"
-        launch.start("join", folder, share, debug, logs=logs, meeting=met)
+        # Not in the run's folder: it may not be there yet, and on a shared disk it is everybody's.
+        launch.start("join", folder, share, debug, logs=folder / "logs", meeting=met)
         results = [json.loads((folder / f"result-{local}.json").read_text(encoding="utf-8")) for local in range(share)]
     return next((Result(**result) for result in results if result is not None), None)
 

@@ -14,10 +14,9 @@ from statistics import fmean
 
 from .. import schedule
 from ..config import Config
-from ..errors import ThinpipeError
 from ..lab import Link, Measured
 from .costs import GPU, Costs, costs_by_formula
-from .planning import _largest_rank, _schedule
+from .planning import largest_rank, resolve_schedule
 from .search import bound
 from .simulation import simulate
 
@@ -66,7 +65,7 @@ def recommend(matrix: Matrix, config: Config, vocab: int, gpu: GPU) -> Recommend
 
     def seconds(config: Config, links: Sequence[Link]) -> float:
         costs = costs_by_formula(config, vocab, gpu)
-        name, warmup, _ = _schedule(config, vocab, costs, links, gpu)
+        name, warmup, _ = resolve_schedule(config, vocab, costs, links, gpu)
         return simulate(schedule.actions(name, costs.stages, micro_batches, warmup), costs, links).seconds_per_step
 
     present = tuple(range(len(matrix)))
@@ -82,16 +81,9 @@ def recommend(matrix: Matrix, config: Config, vocab: int, gpu: GPU) -> Recommend
     if present in near and wire(present) <= _ALIKE * wire(best):
         best = present
     links = chain(matrix, best, costs.stages)
-    chosen = _with_rank(config, vocab, links, gpu)
+    chosen = largest_rank(config, vocab, links, gpu, None)
     rank = None if chosen.compression.method == "none" else chosen.compression.rank
     return Recommendation(best, rank, tried[present], tried[best], seconds(chosen, links))
-
-
-def _with_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU) -> Config:
-    try:
-        return _largest_rank(config, vocab, links, gpu, None)
-    except ThinpipeError:  # no rank fits the GPU's memory, which `thinpipe plan` tells; that is no reason to keep the order back
-        return config
 
 
 def chain(matrix: Matrix, order: Sequence[int], stages: int) -> tuple[Link, ...]:

@@ -105,7 +105,7 @@ def plan(
     stages, micro_batches = config.pipeline.stages, config.pipeline.micro_batches
     links, spec = per_boundary(links, stages), config.spec(vocab)
     ours = costs or costs_by_formula(config, vocab, gpu)
-    name, warmup, why = _schedule(config, vocab, ours, links, gpu)
+    name, warmup, why = resolve_schedule(config, vocab, ours, links, gpu)
     actions = schedule.actions(name, stages, micro_batches, warmup)
     timeline = simulate(actions, ours, links)
     seconds, dense_seconds = timeline.seconds_per_step, _dense_seconds(config, vocab, links, gpu, costs)
@@ -178,7 +178,7 @@ def in_flight_limits(config: Config, vocab: int, gpu: GPU) -> list[int]:
     return limits
 
 
-def _schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[Name, int | None, str]:
+def resolve_schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[Name, int | None, str]:
     pipeline = config.pipeline
     if pipeline.schedule != "auto":
         return pipeline.schedule, pipeline.warmup, "as configured"
@@ -201,7 +201,7 @@ def _dense_seconds(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, 
             return tuple(m * d / o for m, d, o in zip(*columns, strict=True))
 
         costs = replace(costs, forward=scaled("forward"), backward=scaled("backward"), optimizer=scaled("optimizer"))
-    name, warmup, _ = _schedule(dense, vocab, costs, links, gpu)
+    name, warmup, _ = resolve_schedule(dense, vocab, costs, links, gpu)
     return simulate(schedule.actions(name, costs.stages, config.pipeline.micro_batches, warmup), costs, links).seconds_per_step
 
 
@@ -254,7 +254,7 @@ def suggest(
     best = min(seconds for seconds, _ in found)
     enough = goal if goal and best <= goal else _CLOSE * best
     _, chosen = min((each for each in found if each[0] <= enough), key=lambda each: (each[1].pipeline.stages, each[0]))
-    chosen = _largest_rank(_with_schedule(chosen, vocab, links, gpu), vocab, links, gpu, goal)
+    chosen = largest_rank(_with_schedule(chosen, vocab, links, gpu), vocab, links, gpu, goal)
     planned = plan(chosen, vocab, links, gpu)
     reached = f"; the target of {tokens_per_s:,.0f} tokens/s is out of reach" if goal and planned.seconds_per_step > goal else ""
     rank = "" if planned.rank is None else f", rank {planned.rank} ({planned.compression:.3g}x fewer bytes)"
@@ -305,12 +305,12 @@ def _with_schedule(config: Config, vocab: int, links: Sequence[Link], gpu: GPU) 
     return replace(config, pipeline=replace(config.pipeline, schedule=choice.schedule, warmup=choice.warmup))
 
 
-def _largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, goal: float | None) -> Config:
+def largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, goal: float | None) -> Config:
     """The largest rank that the goal, or _THIN, allows; in the config's schedule."""
     stages, width = config.pipeline.stages, config.sizes()["width"]
     if config.compression.method in WITHOUT_RANK or stages == 1:
         return config
-    name, warmup, _ = _schedule(config, vocab, costs_by_formula(config, vocab, gpu), links, gpu)
+    name, warmup, _ = resolve_schedule(config, vocab, costs_by_formula(config, vocab, gpu), links, gpu)
     actions = schedule.actions(name, stages, config.pipeline.micro_batches, warmup)
     held = [schedule.in_flight(stage_actions) for stage_actions in actions]
 

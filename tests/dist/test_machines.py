@@ -1,0 +1,69 @@
+"""A run over several machines, here two agents with an address each of this one's loopback; schedule = "auto"."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_command import command, finish, start, write
+
+from thinpipe.config import NetworkConfig, ThinpipeError
+from thinpipe.launch import meeting
+from thinpipe.metrics import read_events
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in read_events(run / "metrics.jsonl") if event["event"] == "step"]
+
+
+def test_machines_take_their_places_and_auto_changes_no_number(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    path = str(write(tmp_path, corpus, pipeline={"stages": 4, "schedule": "auto"}))
+    meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2"]
+    # The second place meets where it is itself; the first stage's machine is the other one.
+    machines = [
+        start(tmp_path, "train", path, *meet, "--network.addr", f"127.0.0.{2 - rank}", "--network.node-rank", str(rank), "--run.dir", "r", "--json")
+        for rank in range(2)
+    ]
+    (status, out, err), (other_status, other_out, other_err) = (finish(machine) for machine in machines)
+    assert (status, other_status) == (0, 0), err + other_err
+    result = json.loads(out.splitlines()[-1])
+    assert result["stages"] == 4 and not other_out.strip(), "only the first stage's machine has the result"
+    (choice,) = [event for event in read_events(tmp_path / "r/metrics.jsonl") if event["event"] == "schedule"]
+    assert choice["schedule"] in ("wan", "gpipe", "1f1b") and "schedule: " in err and choice["why"].split()[0] in err
+    status, _, err = command(tmp_path, "train", path, "--pipeline.schedule", "gpipe", "--run.dir", "alone")
+    assert status == 0 and losses(tmp_path / "alone") == losses(tmp_path / "r") and len(losses(tmp_path / "r")) == 6, err
+    assert "rdzv" not in (tmp_path / "r/config.toml").read_text()
+
+
+def test_two_machines_of_one_place_are_told(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    path = str(write(tmp_path, corpus, pipeline={"stages": 2}))
+    meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2", "--network.node-rank", "1"]
+    machines = [start(tmp_path, "train", path, *meet, "--network.addr", f"127.0.0.{address}") for address in (1, 2)]
+    for status, _, err in [finish(machine) for machine in machines]:
+        assert status == 2 and "network.node_rank must be given on all machines or on none, and differ" in err and "Traceback" not in err
+
+
+def test_a_meeting_that_can_not_be_is_told_before_anything_starts() -> None:
+    port = free_port()
+    with pytest.raises(ThinpipeError, match=r"no way to no-such-host\.invalid"):
+        meeting(NetworkConfig(rdzv=f"no-such-host.invalid:{port}"), "m")
+    with pytest.raises(ThinpipeError, match=r"can't listen on 192\.0\.2\.1:0 .*must be an address of this machine"):
+        meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}", addr="192.0.2.1"), "m")
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ThinpipeError, match="another run may use it"):
+        meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}"), "m")
+    told: list[str] = []
+    with pytest.raises(ThinpipeError, match=r"nobody listens after 1 s .*firewall"):
+        meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}", addr="127.0.0.2"), "m", patience=1, say=told.append)
+    assert told == [f"waiting for 127.0.0.1:{port} ([Errno 111] Connection refused) ..."]
+    with socket.create_server(("127.0.0.1", port)):
+        met = meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}", addr="127.0.0.2", nodes=2), "m")
+    assert (met.address, met.is_host, met.nodes, met.name) == ("127.0.0.2", False, 2, "m")

@@ -1,0 +1,97 @@
+"""The race's arithmetic on made-up curves, and what may not differ between its configs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import tiny
+
+from thinpipe.config import Config, ThinpipeError, dump, from_dict
+from thinpipe.race import Curve, Entry, _check, _rows, figures, steps_to
+
+
+def entry(name: str, **groups: dict[str, Any]) -> Entry:
+    return Entry(name=name, config=from_dict(tiny(**({"pipeline": {"stages": 2}} | groups))), link="80mbit,25ms")
+
+
+def curve(name: str, losses: list[list[float]], seconds: float, **groups: dict[str, Any]) -> Curve:
+    return Curve(
+        entry=entry(name, **groups),
+        steps=np.array([10, 20, 30]),
+        losses=np.array(losses),
+        seconds_per_step=seconds,
+        timed="planner",
+        bytes_per_step=1e4,
+        compression=8.0,
+    )
+
+
+@pytest.mark.parametrize(("target", "step"), [(3.0, 10.0), (5.0, 10.0), (2.5, 15.0), (2.0, 20.0), (1.6, 28.0), (1.5, 30.0), (1.4, None)])
+def test_steps_to_a_target_are_on_the_line_between_validations(target: float, step: float | None) -> None:
+    found = steps_to(target, np.array([10, 20, 30]), np.array([3.0, 2.0, 1.5]))
+    assert found == (None if step is None else pytest.approx(step))
+
+
+def test_a_slower_learner_may_win_by_time() -> None:
+    dense = curve("dense", [[3.0, 2.0, 1.0], [3.0, 2.0, 1.2]], seconds=10.0)
+    thin = curve("thin", [[3.0, 2.2, 1.05], [3.0, 2.2, 1.05]], seconds=1.0)
+    lost = curve("lost", [[3.0, 2.0, 1.0], [3.0, 2.5, 2.0]], seconds=1.0)
+    rows = _rows([dense, thin, lost], target=1.5)
+    assert rows[0]["steps_to_target"] == pytest.approx((25 + 26.25) / 2) and rows[0]["speedup_vs_first"] == 1
+    assert rows[1]["gap_vs_first"] == pytest.approx(1.05 / 1.1 - 1) and rows[1]["final_val_loss_spread"] == 0
+    assert rows[1]["speedup_vs_first"] == pytest.approx(10 * 25.625 / (20 + 10 * 0.7 / 1.15))
+    # A target that one of its seeds missed is not reached.
+    assert rows[2]["steps_to_target"] is None and rows[2]["time_to_target"] is None and rows[2]["speedup_vs_first"] is None
+    assert [name for name, _ in figures([dense, thin, lost], 1.5)] == ["loss-tokens", "loss-seconds", "loss-bytes"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ({"data": {"vocab": 400}}, "data differs between a and b"),
+        ({"train": {"batch": 8}}, "train.batch differs"),
+        ({"train": {"steps": 7}}, "train.steps differs"),
+        ({"run": {"seed": 1}}, "run.seed differs"),
+        ({"train": {"eval_every": 0}}, "b: train.eval_every = 0"),
+    ],
+)
+def test_what_is_not_comparable_is_named(groups: dict[str, Any], says: str) -> None:
+    with pytest.raises(ThinpipeError, match=says):
+        _check([entry("a"), entry("b", **groups)])
+    _check([entry("a"), entry("b", compression={"method": "none"}, pipeline={"stages": 4}, optim={"lr": 1e-3})])
+
+
+def write(path: Path, config: Config) -> str:
+    path.write_text(dump(config))
+    return str(path)
+
+
+def test_the_command_trains_each_once_and_compares(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    for name, groups in {"dense": {"method": "none", "segments": 2}, "thin": {"rank": 4, "segments": 2}}.items():
+        write(tmp_path / f"{name}.toml", from_dict(tiny(data=corpus, compression=groups, pipeline={"stages": 2})))
+    command = [sys.executable, "-m", "thinpipe", "race", "dense.toml", "thin.toml", "--link", "1mbit,25ms", "thin.toml=unlimited"]
+    command += ["--timing", "planner", "--out", "out", "--json"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=200, env=env)
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    dense, thin = result["rows"]
+    assert result["target_loss"] == dense["final_val_loss"] and dense["steps_to_target"] == 6
+    assert (dense["method"], thin["method"]) == ("none", "subspace") and thin["compression"] == 8
+    assert dense["seconds_per_step"] > 16 * 16 * 32 * 2 * 8 / 1e6 and thin["seconds_per_step"] < dense["seconds_per_step"]
+    assert all(Path(tmp_path / file).stat().st_size > 10_000 for file in result["files"]) and len(result["files"]) == 3
+    stamp = (tmp_path / "out/dense-0/result.json").stat().st_mtime_ns
+    bad = run("--train.steps", "3")  # fewer than the runs in `out` have
+    assert bad.returncode == 2 and "train.steps" in bad.stderr and "Traceback" not in bad.stderr
+    assert (tmp_path / "out/dense-0/result.json").stat().st_mtime_ns == stamp
