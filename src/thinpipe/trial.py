@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -20,21 +19,11 @@ from .data import prepare
 from .lab import Lab, Link, Measured, lab, parse_links, unavailable
 from .lab.paths import slower
 from .metrics import to_json, write_whole
-from .planner import Costs, find_gpu, plan
+from .planner import find_gpu, plan
 from .run import open_run, result_of
 
 _PORT = 29400
 _BUSY = 0.5  # share of a core above which the emulator, not the link, may be what binds
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run about to start in a lab: its config, folder, vocabulary and calibrated costs."""
-
-    config: Config
-    folder: Path
-    vocab: int
-    costs: Costs
 
 
 def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], None], debug: bool = False) -> dict[str, Any]:
@@ -59,7 +48,7 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         say(remark)
     if (done := result_of(folder)) is not None and done.get("steps", 0) >= config.train.steps:
         raise ThinpipeError(f"{folder} is finished; raise train.steps, or leave run.dir out for a new run")
-    ready = Prepared(config, folder, prepare(config).vocab, calibrate(config, debug))
+    vocab, costs = prepare(config).vocab, calibrate(config, debug)
     with lab(links, stages, seed=config.run.seed) as net:
         achieved = net.measure()
         for i, (link, got) in enumerate(zip(links, achieved, strict=True)):
@@ -67,7 +56,7 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
                 f"boundary {i}: asked {link}; one connection moves {got.rate:.1f} Mbit/s, "
                 f"round trip {got.round_trip:.1f} ms (asked {2e3 * link.delay:g})"
             )
-        planned = plan(config, ready.vocab, as_achieved(links, achieved), find_gpu("cpu"), costs=ready.costs)
+        planned = plan(config, vocab, as_achieved(links, achieved), find_gpu("cpu"), costs=costs)
         say(f"planned: {planned.seconds_per_step:.3f} s per step ({planned.schedule}), bound by {planned.bound}")
         net.emulator_cpu()  # from here on
         run_hosts(net, folder, debug)
