@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from thinpipe.model import Stage, build_stages
 from thinpipe.optim import Optimizer
 from thinpipe.planner import Costs, best_schedule, bound, simulate
 from thinpipe.planner.counts import flops, saved_bytes, stage_sizes, weight_copies
+from thinpipe.planner.network import Clock, Cores, Event
 
 # Issue 4's case: 64 KiB messages, 80 Mbit/s, 25 ms one way, F = 20 ms, B = 40 ms, four stages, eight micro-batches.
 CASE = Costs.uniform(4, 0.02, 0.04, 65536)
@@ -512,3 +514,42 @@ def test_plots(tmp_path: Path) -> None:
     rows = planner.square_cube(planner.find_gpu("L4"), LINKS[0], [4096, 8192])
     assert rows[1].compute / rows[0].compute == pytest.approx(4, rel=0.1)  # d squared, attention apart
     assert rows[1].dense / rows[0].dense == 2 and rows[0].dense / rows[0].compressed == 128
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "wan"])
+def test_stages_that_share_cores(name: str) -> None:
+    """One core is never idle while there is work; as many cores as stages are machines of their own."""
+    costs = replace(Costs.uniform(4, 0.02, 0.04, 1000, optimizer=0.01), backward=(0.04, 0.05, 0.03, 0.06))
+    lists = schedule.actions(name, 4, 6)
+
+    def makespan(cores: int | None) -> float:
+        return simulate(lists, replace(costs, cores=cores), [Link()]).makespan
+
+    assert makespan(1) == pytest.approx(6 * (4 * 0.02 + sum(costs.backward)), rel=1e-9)
+    assert makespan(4) == pytest.approx(makespan(None), rel=1e-12)
+    assert makespan(None) < makespan(3) <= makespan(2) < makespan(1)
+
+
+def test_shares_of_cores_against_small_steps_of_time() -> None:
+    """Processor sharing: three jobs of 1, 2 and 3 core-seconds that begin at 0, 0.5 and 0.75 on two cores."""
+    clock, ends = Clock(), {}
+    cores = Cores(clock, 2)
+
+    def job(name: int, begin: float) -> Iterator[float | Event]:
+        yield begin
+        yield cores.compute(float(name))
+        ends[name] = clock.now
+
+    for name, begin in ((1, 0.0), (2, 0.5), (3, 0.75)):
+        clock.resume(job(name, begin))
+    clock.run()
+    left, at, dt, reference = {1: 1.0, 2: 2.0, 3: 3.0}, 0.0, 1e-4, {}
+    while left:
+        active = [name for name in left if at >= {1: 0.0, 2: 0.5, 3: 0.75}[name] - 1e-9]
+        for name in active:
+            left[name] -= dt * min(1.0, 2 / len(active))
+        at += dt
+        for name in [name for name in left if left[name] <= 1e-9]:
+            reference[name] = at
+            del left[name]
+    assert ends == pytest.approx(reference, abs=1e-3)

@@ -20,6 +20,7 @@ from .device import pick_device, share_cores, use_bf16
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
+from .pipeline import gradient_squares
 from .planner import GPU, Choice, Costs, best_schedule, chain, find_gpu, in_flight_limits, message_bytes, tied_bytes_per_step
 from .probe import measure_links
 from .run import open_run
@@ -31,6 +32,8 @@ _COSTS = "costs.json"
 def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optimizer | None = None, seconds: float = 1.5) -> Costs:
     """Time a micro-batch's forward and backward on every stage, each for `seconds` at the same time. COLLECTIVE.
 
+    Stages that share one machine's cores are timed by the core-seconds that they take, and the planner shares the cores out.
+
     Works on random tokens and coordinates; leaves no gradients behind.
 
     Args:
@@ -39,10 +42,12 @@ def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optim
     forward, backward = time_passes(stage, here, config.micro_batch, seconds)
     optimizing = 0.0
     if optimizer is not None:
+        here.gather(0)
         start = _now(stage.device)
-        for _ in range(3):
-            optimizer.step(1e-4)
-        optimizing = (_now(stage.device) - start) / 3
+        for _ in range(5):
+            gradient_squares(stage)
+            optimizer.step(1e-4, scale=0.5)
+        optimizing = (_now(stage.device) - start) / 5
     stage.zero_grad()
     everyone = here.gather([forward, backward, optimizing])
     forward_bytes, backward_bytes = message_bytes(config)
@@ -53,6 +58,7 @@ def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optim
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
         tied_bytes=tied_bytes_per_step(config, stage.spec) // 2 if here.stages > 1 else 0,
+        cores=len(os.sched_getaffinity(0)) if _shares_cores(stage, here) else None,
     )
 
 
@@ -83,7 +89,15 @@ def time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float) 
     return median(forwards[1:]), median(backwards[1:])
 
 
+def _shares_cores(stage: Stage, here: Topology) -> bool:
+    """Whether all stages compute on this machine's cores, one each."""
+    return stage.device.type == "cpu" and here.local_world == here.stages > 1 and hasattr(os, "sched_getaffinity")
+
+
 def _now(device: torch.device) -> float:
+    """Seconds; of this process's one core where it has no more, so that waiting for it behind other stages doesn't count."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -255,7 +255,7 @@ class Pipeline:
     def tally(self, own: Tally) -> Tally:
         """Sum over all stages, on all stages. `own` is this stage's share without its gradients' norm."""
         here = self.topology
-        squares = self._gradient_squares()
+        squares = gradient_squares(self.stage)
         self._expect_tally()
         total = own.tensor()
         if not here.is_last:
@@ -281,15 +281,6 @@ class Pipeline:
             if exists and side not in self._expected:
                 buffer = Tally().tensor()
                 self._expected[side] = here.irecv(buffer, peer, TALLY_TAG), buffer
-
-    def _gradient_squares(self) -> list[float]:
-        """Squared norms of this stage's gradients in float64, last parameter first; a tied table counts on the first stage."""
-        norms = []
-        for name, parameter, _ in self.stage.roles():
-            counted_elsewhere = name == "embed.weight" and not self.stage.is_first
-            if parameter.grad is not None and not counted_elsewhere:
-                norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
-        return (torch.stack(norms).cpu().square().tolist() if norms else [])[::-1]
 
     def _add_tied_gradients(self) -> None:
         """Sum the tied table's gradients of the first and the last stage, on both (METHOD.md 3.6)."""
@@ -320,6 +311,16 @@ class Pipeline:
 
 def _exchanges_tied(stage: Stage, here: Topology) -> bool:
     return stage.spec.tied and here.stages > 1 and (here.is_first or here.is_last)
+
+
+def gradient_squares(stage: Stage) -> list[float]:
+    """Squared norms of a stage's gradients in float64, last parameter first; a tied table counts on the first stage."""
+    norms = []
+    for name, parameter, _ in stage.roles():
+        counted_elsewhere = name == "embed.weight" and not stage.is_first
+        if parameter.grad is not None and not counted_elsewhere:
+            norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
+    return (torch.stack(norms).cpu().square().tolist() if norms else [])[::-1]
 
 
 @torch.no_grad()

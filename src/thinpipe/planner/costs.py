@@ -101,6 +101,8 @@ class Costs:
     """Bytes of one micro-batch's message to the stage before."""
     tied_bytes: int = 0
     """Bytes that first and last stage each send per step for a tied table."""
+    cores: int | None = None
+    """Cores that all stages share, one thread each; the seconds are then core-seconds (None: each stage has a machine of its own)."""
 
     def __post_init__(self) -> None:
         assert len(self.forward) == len(self.backward) == len(self.optimizer) > 0

@@ -68,6 +68,48 @@ class Clock:
             self.resume(process)
 
 
+class Cores:
+    """Cores that stages of one thread share: when more of them compute at once than there are cores, all get equal shares."""
+
+    def __init__(self, clock: Clock, count: int) -> None:
+        self.clock, self.count = clock, count
+        self._left: dict[Event, float] = {}  # core-seconds of what is under way, at the time `since`
+        self._since, self._version = 0.0, 0
+
+    def compute(self, seconds: float) -> Event:
+        """Begin work of so many core-seconds; the event is its end."""
+        self._advance()
+        done = Event()
+        self._left[done] = seconds
+        self._plan()
+        return done
+
+    def _advance(self) -> None:
+        worked = (self.clock.now - self._since) * self._rate()
+        self._left = {event: left - worked for event, left in self._left.items()}
+        self._since = self.clock.now
+
+    def _rate(self) -> float:
+        return min(1.0, self.count / len(self._left)) if self._left else 1.0
+
+    def _plan(self) -> None:
+        self._version += 1
+        if self._left:
+            version, soonest = self._version, max(0.0, min(self._left.values()))
+            self.clock.at(self.clock.now + soonest / self._rate(), lambda: self._finish(version))
+
+    def _finish(self, version: int) -> None:
+        if version != self._version:  # the shares have changed since
+            return
+        self._advance()
+        ended = [event for event, left in self._left.items() if left <= 1e-12]
+        for event in ended:
+            del self._left[event]
+        self._plan()
+        for event in ended:
+            self.clock.happen(event)
+
+
 class Message:
     """A payload from one host to another; `left` when the sender is rid of it, `arrived` when the receiver has it."""
 

@@ -200,7 +200,7 @@ def _dense_seconds(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, 
             columns = (getattr(each, name) for each in (measured, costs, ours))
             return tuple(m * d / o for m, d, o in zip(*columns, strict=True))
 
-        costs = replace(costs, forward=scaled("forward"), backward=scaled("backward"), optimizer=scaled("optimizer"))
+        costs = replace(costs, forward=scaled("forward"), backward=scaled("backward"), optimizer=scaled("optimizer"), cores=measured.cores)
     name, warmup, _ = resolve_schedule(dense, vocab, costs, links, gpu)
     return simulate(schedule.actions(name, costs.stages, config.pipeline.micro_batches, warmup), costs, links).seconds_per_step
 

@@ -1,8 +1,8 @@
 """A step as the runtime executes it: every stage works its action list off (pipeline.Pipeline).
 
-Compute is serial per stage and waits for the message it needs. A send starts right after it is issued and doesn't hold the
-stage up. When the list is done, the receives that the next step begins with are posted; then come the tied table's exchange,
-the tally down and up the pipeline (its receives were posted when the step began), the optimizer and the next step. How
+Compute is serial per stage and waits for the message it needs; stages on one machine share its cores (Costs.cores). A
+send starts right after it is issued and doesn't hold the stage up. After the list come the next step's first receives,
+the tied table's exchange, the tally down and up the pipeline (Pipeline.tally), the optimizer and the next step. How
 messages share links stands in network.py.
 """
 
@@ -16,7 +16,7 @@ from ..errors import ThinpipeError
 from ..lab import Link
 from ..schedule import Action
 from .costs import Costs
-from .network import Clock, Message, Network, Process
+from .network import Clock, Cores, Message, Network, Process
 
 _TALLY_BYTES = 64  # eight float64 numbers
 _STEPS = 2  # later steps take as long as the second in all that we tried
@@ -87,6 +87,7 @@ class _Simulation:
         self.last = costs.stages - 1
         self.clock = Clock()
         self.network = Network(self.clock, links)
+        self.cores = Cores(self.clock, costs.cores) if costs.cores else None
         self.sizes = {"send_forward": costs.forward_bytes, "send_backward": costs.backward_bytes, "tied": costs.tied_bytes}
         self.messages: dict[tuple[int, Work, int, int, int], Message] = {}
         self.rows: list[list[Row]] = [[] for _ in range(steps)]
@@ -176,7 +177,7 @@ class _Simulation:
 
     def _compute(self, stage: int, step: int, kind: Work, m: int, seconds: float) -> Process:
         start = self.clock.now
-        yield seconds
+        yield seconds if self.cores is None or not seconds else self.cores.compute(seconds)
         self.rows[step].append(Row(stage, kind, m, start, self.clock.now))
 
     def _message(self, step: int, kind: Work, m: int, source: int, target: int) -> Message:
