@@ -48,8 +48,8 @@ def build_hops(links: Sequence[Link], star: bool) -> list[Hop]:
     hosts = len(links) + 1
 
     def hop(link: Link, rate: float | None, delay: float, loss: float) -> Hop:
-        # Deep enough that TCP fills the link: a loss-based sender needs about one round trip's worth of data waiting.
-        return Hop(rate=rate, delay=delay, loss=loss, jitter=link.jitter, queue=max(0.1, 2 * link.delay))
+        # As deep as home routers are: with less, the two or three connections of a stage overrun it and send again what was dropped.
+        return Hop(rate=rate, delay=delay, loss=loss, jitter=link.jitter, queue=max(0.25, 2 * link.delay))
 
     if star:
         link = links[0] if links else Link()
