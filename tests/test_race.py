@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,14 @@ def test_a_slower_learner_may_win_by_time() -> None:
         ({"train": {"steps": 7}}, "train.steps differs"),
         ({"run": {"seed": 1}}, "run.seed differs"),
         ({"train": {"eval_every": 0}}, "b: train.eval_every = 0"),
+        ({"pipeline": {"stages": 1}}, "b: pipeline.stages = 1 has no link"),
     ],
 )
 def test_what_is_not_comparable_is_named(groups: dict[str, Any], says: str) -> None:
     with pytest.raises(ThinpipeError, match=says):
         _check([entry("a"), entry("b", **groups)])
+    with pytest.raises(ThinpipeError, match="--link for b '80mbit' has no delay"):
+        _check([entry("a"), replace(entry("b"), link="80mbit")])
     _check([entry("a"), entry("b", compression={"method": "none"}, pipeline={"stages": 4}, optim={"lr": 1e-3})])
 
 

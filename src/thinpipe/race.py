@@ -109,6 +109,10 @@ def _check(entries: Sequence[Entry]) -> None:
     for entry in entries:
         if not entry.config.check().train.eval_every:
             raise ThinpipeError(f"{entry.name}: train.eval_every = 0 gives no curve to compare; set it")
+        stages = entry.config.pipeline.stages
+        if stages == 1:
+            raise ThinpipeError(f"{entry.name}: pipeline.stages = 1 has no link to race over; set the stages of the pipeline")
+        parse_links(entry.link, stages - 1, f"--link for {entry.name}")
         for other in entries[1:]:
             for name in _SAME:
                 ours, theirs = _field(entries[0].config, name), _field(other.config, name)
@@ -151,8 +155,6 @@ def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], 
 
 def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None], debug: bool) -> float:
     config = entry.config
-    if config.pipeline.stages == 1:
-        raise ThinpipeError(f"{entry.name}: pipeline.stages = 1 has no link to race over; set the stages of the pipeline")
     where = f"--link for {entry.name}"
     if timing == "planner":
         links = parse_links(entry.link, config.pipeline.stages - 1, where)
