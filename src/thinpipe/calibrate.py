@@ -21,7 +21,18 @@ from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
 from .pipeline import gradient_squares
-from .planner import GPU, Choice, Costs, best_schedule, chain, find_gpu, in_flight_limits, message_bytes, tied_bytes_per_step
+from .planner import (
+    GPU,
+    Choice,
+    Costs,
+    at_least_possible,
+    best_schedule,
+    chain,
+    find_gpu,
+    in_flight_limits,
+    message_bytes,
+    tied_bytes_per_step,
+)
 from .probe import measure_links
 from .run import open_run
 from .topology import Topology
@@ -139,9 +150,8 @@ def choose_schedule(stage: Stage, here: Topology, config: Config) -> Choice:
     mine = in_flight_limits(config, stage.spec.vocab, _this_machine(stage, here))[here.stage]
     links = chain(found, range(here.stages), here.stages) if here.stages > 1 else ()
     # The machine that measured slightly more must not choose something else: the first one chooses.
-    limits = [max(1, limit) for limit in here.gather(mine)]
-    least = [min(config.pipeline.micro_batches, here.stages - s) for s in range(here.stages)]
-    choice = best_schedule(costs, links, config.pipeline.micro_batches, [max(pair) for pair in zip(limits, least, strict=True)])
+    limits = at_least_possible(here.gather(mine), config.pipeline.micro_batches)
+    choice = best_schedule(costs, links, config.pipeline.micro_batches, limits)
     return Choice(*here.gather(list(choice))[0])
 
 

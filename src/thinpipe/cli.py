@@ -191,7 +191,7 @@ def _lab(args: Lab) -> dict[str, Any]:
     from .trial import train_in_lab
 
     config = _config(args)
-    text, where = (args.link, "--link") if args.link is not None else (config.plan.link, "plan.link")
+    text, where = _link(args)
     r = train_in_lab(config, text, where, _say, args.debug)
     if not args.json:
         off = r["planned_seconds_per_step"] / r["seconds_per_step"] - 1
@@ -284,7 +284,7 @@ def _plan(args: Plan) -> dict[str, Any]:
     from .planner import draw_timeline, find_gpu, plan, suggest
 
     config = _config(args).check()
-    text, where = (args.link, "--link") if args.link is not None else (config.plan.link, "plan.link")
+    text, where = _link(args)
     links = parse_links(text, max(1, config.pipeline.stages - 1), where)
     gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
     costs = None
@@ -391,6 +391,11 @@ COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]]
 
 def _config(args: Config) -> Config:
     return Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
+
+
+def _link(args: Plan | Lab) -> tuple[str, str]:
+    """The links that hold, and what the user calls them."""
+    return (args.link, "--link") if args.link is not None else (args.plan.link, "plan.link")
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,6 @@ step come from a short run in the lab at steady state, as the public yardstick d
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from .data import prepare
 from .lab import parse_links, unavailable
 from .metrics import read_events, to_json, write_whole
 from .planner import find_gpu, plan, wire_bytes_per_token
-from .report import COLOURS, DPI, INK, clean
+from .report import COLOURS, INK, clean, save
 from .run import open_run, result_of
 from .runner import train
 from .trial import train_in_lab
@@ -94,10 +93,7 @@ def race(
     target = float(first.losses[:, -1].mean()) if target is None else target
     result = {"target_loss": target, "timed_by": timing, "rows": _rows(curves, target)}
     for name, figure in figures(curves, target):
-        path = out / f"{name}.png"
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        figure.savefig(beside, format="png", dpi=DPI)
-        beside.replace(path)
+        save(figure, out / f"{name}.png")
     write_whole(out / "race.json", to_json(result))
     return result | {"files": sorted(str(path) for path in out.glob("*.png"))}
 
@@ -113,11 +109,9 @@ def _check(entries: Sequence[Entry]) -> None:
         if stages == 1:
             raise ThinpipeError(f"{entry.name}: pipeline.stages = 1 has no link to race over; set the stages of the pipeline")
         parse_links(entry.link, stages - 1, f"--link for {entry.name}")
-        for other in entries[1:]:
-            for name in _SAME:
-                ours, theirs = _field(entries[0].config, name), _field(other.config, name)
-                if ours != theirs:
-                    raise ThinpipeError(f"{name} differs between {entries[0].name} and {other.name}; a race needs the same data and order")
+        for name in _SAME:
+            if _field(entry.config, name) != _field(entries[0].config, name):
+                raise ThinpipeError(f"{name} differs between {entries[0].name} and {entry.name}; a race needs the same data and order")
 
 
 def _field(config: Config, name: str) -> Any:
@@ -241,9 +235,8 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     late = np.concatenate([curve.losses[:, len(curve.steps) // 8 :].ravel() for curve in curves])
     axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if max(curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)) > 20 * min(
-        curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)
-    ):
+    ends = [curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)]
+    if max(ends) > 20 * min(ends):
         axes.set_xscale("log")
     axes.set_xlabel(label)
     axes.set_ylabel("validation loss (nats per token)")

@@ -70,16 +70,21 @@ def report(runs: Sequence[Path], out: Path) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         for name, figure in figures(loaded):
             path = out / f"{name}.png"
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                figure.savefig(beside, format="png", dpi=DPI)
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
+            save(figure, path)
             files.append(str(path))
     except OSError as error:
         raise ThinpipeError(f"{out} can't be written: {error.strerror}; give another folder for the report") from None
     return {"files": files}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG whole or not at all. Raises OSError."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        figure.savefig(beside, format="png", dpi=DPI)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:

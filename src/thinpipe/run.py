@@ -121,6 +121,12 @@ def _differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def finished(folder: Path, config: Config) -> dict[str, Any] | None:
+    """The summary of a run that has done all of the config's steps, or None."""
+    done = result_of(folder)
+    return done if done is not None and done.get("steps", 0) >= config.train.steps else None
+
+
 def result_of(folder: Path) -> dict[str, Any] | None:
     """The summary of a finished run, or None."""
     try:

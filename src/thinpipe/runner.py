@@ -13,7 +13,7 @@ from . import launch
 from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
 from .metrics import write_whole
-from .run import open_run, result_of
+from .run import finished, open_run, result_of
 from .topology import Topology, connect, under_launcher
 from .trainer import Result, Trainer
 
@@ -42,16 +42,15 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
     config, folder, remarks = open_run(config)
     for remark in remarks:
         say(remark)
-    done = result_of(folder)
-    if done is not None and done.get("steps", 0) >= config.train.steps:
+    if (done := finished(folder, config)) is not None:
         say(f"{folder} is finished; raise train.steps to train on")
         return Result(**done)
     say(f"run {folder}: {config.compression.method}, {config.pipeline.stages} stages, {config.segments} segments")
     prepare(config)  # a mistake in the data is told once, before any process starts
     launch.start("train", folder, config.pipeline.stages, debug)
-    finished = result_of(folder)
-    assert finished is not None
-    return Result(**finished)
+    result = result_of(folder)
+    assert result is not None
+    return Result(**result)
 
 
 def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | None:
@@ -82,7 +81,7 @@ def train_together(config: Config, topology: Topology, say: Callable[[str], None
     if topology.is_first:
         try:
             config, folder, remarks = open_run(config)
-            opened = {"dir": str(folder), "segments": config.segments, "done": result_of(folder)}
+            opened = {"dir": str(folder), "segments": config.segments, "done": finished(folder, config)}
             for remark in remarks:
                 say(remark)
         except ThinpipeError as error:
@@ -90,8 +89,7 @@ def train_together(config: Config, topology: Topology, say: Callable[[str], None
     opened = topology.gather(opened)[0]
     if "error" in opened:
         raise ThinpipeError(opened["error"])
-    done = opened["done"]
-    if done is not None and done.get("steps", 0) >= config.train.steps:
+    if (done := opened["done"]) is not None:
         if topology.is_first:
             say(f"{opened['dir']} is finished; raise train.steps to train on")
         return Result(**done) if topology.is_first else None

@@ -20,7 +20,7 @@ from .lab import Lab, Link, Measured, lab, parse_links, unavailable
 from .lab.paths import slower
 from .metrics import to_json, write_whole
 from .planner import find_gpu, plan
-from .run import open_run, result_of
+from .run import finished, open_run, result_of
 
 _PORT = 29400
 _BUSY = 0.5  # share of a core above which the emulator, not the link, may be what binds
@@ -46,7 +46,7 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
     config, folder, remarks = open_run(config)
     for remark in remarks:
         say(remark)
-    if (done := result_of(folder)) is not None and done.get("steps", 0) >= config.train.steps:
+    if finished(folder, config) is not None:
         raise ThinpipeError(f"{folder} is finished; raise train.steps, or leave run.dir out for a new run")
     vocab, costs = prepare(config).vocab, calibrate(config, debug)
     with lab(links, stages, seed=config.run.seed) as net:

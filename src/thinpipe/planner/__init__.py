@@ -8,7 +8,7 @@ from .costs import GPU, GPUS, UTILISATION, Costs, calibrate, costs_by_formula, f
 from .counts import Memory, message_bytes, parameters, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes, wire_bytes_per_token
 from .draw import draw_timeline, draw_widths, square_cube
 from .order import Recommendation, chain, recommend
-from .planning import Plan, Suggestion, in_flight_limits, memory_by_stage, plan, suggest, what_binds
+from .planning import Plan, Suggestion, at_least_possible, in_flight_limits, memory_by_stage, plan, suggest, what_binds
 from .search import Choice, best_schedule, bound
 from .simulation import Row, Timeline, simulate
 
@@ -24,6 +24,7 @@ __all__ = [
     "Row",
     "Suggestion",
     "Timeline",
+    "at_least_possible",
     "best_schedule",
     "bound",
     "calibrate",

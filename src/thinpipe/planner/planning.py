@@ -178,14 +178,19 @@ def in_flight_limits(config: Config, vocab: int, gpu: GPU) -> list[int]:
     return limits
 
 
+def at_least_possible(limits: Sequence[int], micro_batches: int) -> list[int]:
+    """Every stage's limit, or what the schedule that holds the least needs: there is then one to choose even if nothing fits."""
+    return [max(limit, min(micro_batches, len(limits) - stage)) for stage, limit in enumerate(limits)]
+
+
 def resolve_schedule(config: Config, vocab: int, costs: Costs, links: Sequence[Link], gpu: GPU) -> tuple[Name, int | None, str]:
     pipeline = config.pipeline
     if pipeline.schedule != "auto":
         return pipeline.schedule, pipeline.warmup, "as configured"
-    # What doesn't fit is told by Plan.fits; the schedule then is the one that holds the least.
-    least = [min(pipeline.micro_batches, pipeline.stages - stage) for stage in range(pipeline.stages)]
-    limits = [max(pair) for pair in zip(in_flight_limits(config, vocab, gpu), least, strict=True)]
-    choice = best_schedule(costs, links, pipeline.micro_batches, limits)
+    # What doesn't fit is told by Plan.fits.
+    choice = best_schedule(
+        costs, links, pipeline.micro_batches, at_least_possible(in_flight_limits(config, vocab, gpu), pipeline.micro_batches)
+    )
     return choice.schedule, choice.warmup, choice.why
 
 
