@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ TINY: dict[str, dict[str, Any]] = {
 def tiny(**groups: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """TINY with some fields replaced, as `config.from_dict` takes it."""
     return {group: TINY.get(group, {}) | groups.get(group, {}) for group in {**TINY, **groups}}
+
+
+@contextlib.contextmanager
+def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of that size at `folder`; skips the test where mounting is not allowed."""
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "thinpipe-test", folder], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture

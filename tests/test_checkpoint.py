@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from conftest import small_tmpfs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -510,11 +510,8 @@ def full_disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(os, "fsync", full)
         yield folder
         return
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "thinpipe-test", folder], capture_output=True, check=False)
-    if mount.returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_tmpfs(folder, "1m") as disk:
+        yield disk
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, full_disk: Path) -> None:

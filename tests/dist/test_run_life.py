@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import small_tmpfs
 from life_kills import compare, live, newest, wait_for_a_step, write_config
 from test_command import command, finish, start
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -120,11 +120,8 @@ def test_the_agents_sigterm_hides_no_failure() -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "thinpipe-test", folder], capture_output=True, check=False)
-    if mount.returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_tmpfs(folder, "4m") as disk:
+        yield disk
 
 
 def test_a_full_disk_costs_saves_but_no_run(tmp_path: Path, small_disk: Path) -> None:
