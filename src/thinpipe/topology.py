@@ -31,7 +31,7 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Topology:
     """A process's place in the pipeline.
 
@@ -204,8 +204,11 @@ def connect(timeout: float, node_rank: int | None = None) -> Iterator[Topology]:
     else:
         rank, world, local = 0, 1, (0, 1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)
+    here = Topology(rank, world, socket.gethostname(), *local, dist.distributed_c10d._get_default_group())
     try:
-        group = dist.distributed_c10d._get_default_group()
-        yield Topology(rank, world, socket.gethostname(), *local, group)
+        yield here
     finally:
         dist.destroy_process_group()
+        # The last reference: Gloo's threads are joined here. One that still holds a tensor of Python's when the
+        # interpreter ends aborts the process.
+        del here.group
