@@ -11,7 +11,7 @@ FLOORS = {
     2: {"method", "optim", "data", "export", "metrics", "watch"},
     3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device", "probe"},
     4: {"trainer", "generate", "calibrate"},
-    5: {"cli", "runner", "trial", "verify", "inference", "publish", "race", "report", "worker", "__init__", "__main__"},
+    5: {"cli", "runner", "trial", "verify", "inference", "publish", "race", "report", "page", "worker", "__init__", "__main__"},
 }
 # Rooms of one floor that stand on each other.
 SIDEWAYS = {

@@ -20,7 +20,7 @@ from .device import pick_device, share_cores, use_bf16
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
-from .pipeline import gradient_squares
+from .pipeline import Pipeline, Tally
 from .planner import (
     GPU,
     Choice,
@@ -44,21 +44,21 @@ def measure_costs(stage: Stage, here: Topology, config: Config, optimizer: Optim
     """Time a micro-batch's forward and backward on every stage, each for `seconds` at the same time. COLLECTIVE.
 
     Stages that share one machine's cores are timed by the core-seconds that they take, and the planner shares the cores out.
+    What a whole step takes of a core beyond that, for messages above all, counts as part of its forwards and backwards.
 
     Works on random tokens and coordinates; leaves no gradients behind.
 
     Args:
-        optimizer: timed as well, which changes the weights (None: counts as free).
+        optimizer: timed as well, in a few steps, which changes the weights (None: it and the messages count as free).
     """
     forward, backward = time_passes(stage, here, config.micro_batch, seconds)
     optimizing = 0.0
     if optimizer is not None:
-        here.gather(0)
-        start = _now(stage.device)
-        for _ in range(5):
-            gradient_squares(stage)
-            optimizer.step(1e-4, scale=0.5)
-        optimizing = (_now(stage.device) - start) / 5
+        whole, optimizing = _time_steps(stage, here, config, optimizer, seconds)
+        if _shares_cores(stage, here):  # elsewhere messages pass while the device computes
+            passes = config.pipeline.micro_batches * (forward + backward)
+            more = max(1.0, (whole - optimizing) / passes)
+            forward, backward = more * forward, more * backward
     stage.zero_grad()
     everyone = here.gather([forward, backward, optimizing])
     forward_bytes, backward_bytes = message_bytes(config)
@@ -98,6 +98,25 @@ def time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float) 
             forwards.append(turn - start)
             backwards.append(_now(device) - turn)
     return median(forwards[1:]), median(backwards[1:])
+
+
+def _time_steps(stage: Stage, here: Topology, config: Config, optimizer: Optimizer, seconds: float) -> tuple[float, float]:
+    """Median seconds of a whole step and of the optimizer's part of it. COLLECTIVE."""
+    pipeline = Pipeline(stage, here, config.pipeline, config.micro_batch)
+    tokens_BS = None if stage.receives_ids else torch.randint(stage.spec.vocab, (config.train.batch, stage.spec.context + 1))
+    whole: list[float] = []
+    optimizing: list[float] = []
+    began, total = time.perf_counter(), Tally()
+    while total.stop < here.stages:
+        start = _now(stage.device)
+        optimizer.zero_grad()
+        pipeline.step(tokens_BS)
+        total = pipeline.tally(Tally(stop=float(len(whole) >= 4 and time.perf_counter() - began > seconds)))
+        turn = _now(stage.device)
+        optimizer.step(1e-4, scale=0.5)
+        whole.append(_now(stage.device) - start)
+        optimizing.append(_now(stage.device) - turn)
+    return median(whole[1:]), median(optimizing[1:])
 
 
 def _shares_cores(stage: Stage, here: Topology) -> bool:

@@ -285,6 +285,11 @@ class Checkpointer:
             partial.rmdir()
 
 
+def newest_step(folder: Path) -> int | None:
+    """Step of the newest checkpoint under its final name on this disk, not looked into."""
+    return max(_steps(folder), default=None)
+
+
 def find(folder: Path, topology: Topology | None, wanted: Wanted, say: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that is whole for every stage. COLLECTIVE when `topology` is given.
 

@@ -151,12 +151,12 @@ class Race(Output, Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Output):
-    """Plot runs: loss against tokens and seconds, ranks of the writing matrices, moves of the subspace."""
+    """Plots (PNG) and one HTML page of runs: loss against tokens, seconds and bytes, a step's timeline, ranks, moves, config."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders of runs."""
     out: str = "report"
-    """Folder for the PNG files."""
+    """Folder for the PNG files and report.html."""
 
 
 def _train(args: Train) -> dict[str, Any] | None:
@@ -365,7 +365,7 @@ def _print_race(result: dict[str, Any]) -> None:
 
 
 def _report(args: Report) -> dict[str, Any]:
-    from .report import report
+    from .page import report
 
     if not args.runs:
         raise ThinpipeError("no run given; name at least one run's folder")

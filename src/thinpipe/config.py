@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -154,6 +155,11 @@ class TrainConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = 0
     """Keep every checkpoint whose step this divides (0: none)."""
+    max_refused: int = 10
+    """Steps refused in a row, for a loss or gradient that is not finite, after which the run ends."""
+    roll_back_above: float = 0.0
+    """Go back to the newest checkpoint, and on with other data, when the loss is this many times the median of the last 50
+    steps (0: never)."""
     watch_every: int = 80
     """Steps between two looks at the rank of the matrices that write into the stream (0: never)."""
     sample: str = "def "
@@ -184,14 +190,23 @@ class OptimConfig:
 class NetworkConfig:
     timeout: float = 60.0
     """Seconds after which a silent peer counts as lost."""
+    restarts: int = 5
+    """Starts from the newest checkpoint after a stage was lost, in a row without a new checkpoint (0: the run ends)."""
+    patience: float = 600.0
+    """Seconds to wait for machines that are not there, at the start and after a loss."""
     rdzv: str | None = None
     """HOST:PORT where the machines of a run meet: an address of one of them, the same on all (not given: this machine alone)."""
-    nodes: int = 1
-    """Machines of the run; each starts the same share of the stages."""
+    nodes: int | str = 1
+    """Machines of the run; each starts the same share of the stages. "4:5": four, and a fifth may wait as a spare."""
     addr: str | None = None
     """This machine's address towards the others (not given: that of the way to network.rdzv)."""
     node_rank: int | None = None
-    """This machine's place in the pipeline, from 0 (not given on any: in the order of their addresses)."""
+    """This machine's place in the pipeline, from 0 (not given: one that is left, as a spare takes)."""
+
+    @property
+    def needed(self) -> int:
+        """Machines that take part."""
+        return int(str(self.nodes).partition(":")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +356,9 @@ def _check(config: Config) -> None:
         raise ThinpipeError(f"compression.move_step = {c.move_step} must be in (0, 0.5]")
     _positive(c, "compression", "move_every", least=0)
 
-    _positive(t, "train", "steps", "batch", "keep_last", "stop_at")
+    _positive(t, "train", "steps", "batch", "keep_last", "stop_at", "max_refused")
+    if t.roll_back_above and not t.roll_back_above > 1:
+        raise ThinpipeError(f"train.roll_back_above = {t.roll_back_above} must be above 1 (twice the usual loss: 2), or 0 for never")
     _positive(t, "train", "eval_every", "eval_batches", "checkpoint_every", "keep_every", "watch_every", least=0)
     if t.batch % p.micro_batches:
         near = max(m for m in range(1, p.micro_batches + 1) if t.batch % m == 0)
@@ -370,26 +387,29 @@ def _check(config: Config) -> None:
         raise ThinpipeError(f"optim.betas = {list(o.betas)} must each be in [0, 1)")
     _positive(config.plan, "plan", "tokens")
     _check_network(config)
-    if not 0 < config.network.timeout < 86400:
-        raise ThinpipeError(f"network.timeout = {config.network.timeout} must be above 0 and below 86400 seconds")
 
 
 def _check_network(config: Config) -> None:
     n = config.network
-    _positive(n, "network", "nodes")
+    for name, value, least in (("timeout", n.timeout, 0), ("patience", n.patience, 0)):
+        if not least < value < 86400:
+            raise ThinpipeError(f"network.{name} = {value} must be above {least} and below 86400 seconds")
+    _positive(n, "network", "restarts", least=0)
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", str(n.nodes)) or int(str(n.nodes).rpartition(":")[2]) < n.needed:
+        raise ThinpipeError(f'network.nodes = {n.nodes!r} is no number of machines; write 4, or "4:5" for four and a spare one')
     if n.rdzv is None:
-        if n.nodes > 1:
+        if n.needed > 1:
             raise ThinpipeError(f"network.nodes = {n.nodes} needs network.rdzv = HOST:PORT, an address of one of the machines")
         return
     host, _, port = n.rdzv.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ThinpipeError(f"network.rdzv = {n.rdzv!r} is not HOST:PORT; write it as in 10.0.0.1:29400")
-    if config.pipeline.stages % n.nodes:
+    if config.pipeline.stages % n.needed:
         raise ThinpipeError(
-            f"pipeline.stages = {config.pipeline.stages} can't be shared equally by network.nodes = {n.nodes}; use a multiple of it"
+            f"pipeline.stages = {config.pipeline.stages} can't be shared equally by network.nodes = {n.nodes}; use a multiple of {n.needed}"
         )
-    if n.node_rank is not None and not 0 <= n.node_rank < n.nodes:
-        raise ThinpipeError(f"network.node_rank = {n.node_rank} is no place among network.nodes = {n.nodes}; use 0 to {n.nodes - 1}")
+    if n.node_rank is not None and not 0 <= n.node_rank < n.needed:
+        raise ThinpipeError(f"network.node_rank = {n.node_rank} is no place among {n.needed} machines; use 0 to {n.needed - 1}")
 
 
 def _convert(value: Any, kind: Any) -> Any:

@@ -11,25 +11,30 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from .config import NetworkConfig, ThinpipeError
-from .topology import PeerLost, address_towards
+from .errors import ThinpipeError
+from .meeting import Meeting, Rendezvous, Say, await_host
+from .topology import PeerLost
 
 STOPPED = 130  # exit status of a run that was asked to stop
 _PATIENCE = 600  # seconds that a stop may take: the step under way and the checkpoint behind it
+_LAST_WORDS = 1.0  # seconds that stages have to end by themselves when one of them has failed
+_LONGEST_PAUSE = 60.0  # seconds between two starts
+_ALONE = Meeting()
 
 
 class Stopped(Exception):
@@ -40,59 +45,21 @@ class Failed(Exception):
     """A stage failed for a reason that is not the user's; the text holds its traceback."""
 
 
+class Lost(ThinpipeError):
+    """A stage was killed, or cut off from its peers: another start may help."""
+
+
 @dataclass(frozen=True)
-class Meeting:
-    """Where the agents of a run meet, one per machine.
+class Restarts:
+    """When a run whose stages were lost is started again.
 
     Attributes:
-        endpoint: HOST:PORT, the same on all; name: what they meet for.
-        address: this machine's, as the others reach it.
-        is_host: whether this machine keeps the meeting.
+        limit: starts in a row that bring no new checkpoint; the next loss ends the run.
+        saved: the newest checkpoint's step, as this machine sees it.
     """
 
-    endpoint: str = "127.0.0.1:0"
-    name: str = ""
-    nodes: int = 1
-    address: str = "127.0.0.1"
-    is_host: bool = True
-
-
-def meeting(network: NetworkConfig, name: str, patience: float = _PATIENCE, say: Callable[[str], None] = print) -> Meeting:
-    """Find this machine's address and wait until the meeting's host listens, before anything heavy starts.
-
-    Raises ThinpipeError if there is no way to it, its port is taken, or nobody listens after `patience` seconds.
-    """
-    assert network.rdzv is not None
-    host, _, port_text = network.rdzv.rpartition(":")
-    port = int(port_text)
-    address = network.addr or address_towards(host, port)
-    try:
-        own = socket.gethostbyname(host) == address
-    except OSError as error:
-        raise ThinpipeError(f"network.rdzv: the name {host} is unknown ({error}); give an address") from None
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port if own else 0))
-    except OSError as error:
-        remedy = "another run may use it; choose another port" if own else "network.addr must be an address of this machine"
-        raise ThinpipeError(f"can't listen on {address}:{port if own else 0} ({error.strerror}); {remedy}") from None
-    deadline, told = time.monotonic() + patience, False
-    while not own:
-        try:
-            with socket.create_connection((host, port), timeout=5):
-                break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ThinpipeError(
-                    f"network.rdzv = {network.rdzv}: nobody listens after {patience:g} s ({error}); "
-                    "start the run on that machine, and let its firewall pass the port"
-                ) from None
-            if not told:
-                say(f"waiting for {network.rdzv} ({error}) ...")
-                told = True
-            time.sleep(0.5)
-    return Meeting(network.rdzv, name, network.nodes, address, own)
+    limit: int = 0
+    saved: Callable[[], int | None] = lambda: None
 
 
 def start(
@@ -103,66 +70,131 @@ def start(
     *,
     logs: Path | None = None,
     arguments: Sequence[str] = (),
-    meeting: Meeting = Meeting(),
+    meeting: Meeting = _ALONE,
+    restarts: Restarts = Restarts(),
+    say: Say = print,
 ) -> None:
     """Run `command` in `processes` processes on this machine, with those of the meeting's others, and wait for them.
 
-    Their output goes to `logs` (RUN/logs), the first one's to the terminal.
+    Their output goes to `logs` (RUN/logs), the first one's to the terminal. When a stage is lost, here or elsewhere, all machines
+    end theirs, meet again and start anew.
 
     Args:
         arguments: more arguments of the command.
         meeting: with whom; by default nobody.
+        say: told of losses, and for whom this machine waits.
 
     Raises:
-        ThinpipeError: a stage found something the user can mend, or died; the first failure's own words.
+        ThinpipeError: a stage found something the user can mend, or was lost too often; the first failure's own words.
         Failed: a stage failed otherwise.
         Stopped: Ctrl-C or SIGTERM came, and the stages have ended.
     """
     if not debug:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in ("elastic", "distributed_c10d"):
+            logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+    meeting = meeting if meeting.name else replace(meeting, name=uuid.uuid4().hex)
     quiet = {rank: Std.ALL if rank else Std.NONE for rank in range(processes)}
-    config = LaunchConfig(
-        min_nodes=meeting.nodes,
-        max_nodes=meeting.nodes,
-        nproc_per_node=processes,
-        run_id=meeting.name or uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=meeting.endpoint,
-        # A name that maps to 127.0.0.1 would make torch guess the host wrong.
-        rdzv_configs={"is_host": meeting.is_host, "join_timeout": _PATIENCE},
-        local_addr=meeting.address,
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=_PATIENCE,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs or folder / "logs"), redirects=quiet),
-    )
+    in_a_row, saved = 0, restarts.saved()
+    rendezvous: Rendezvous | None = None
     try:
-        elastic_launch(config, sys.executable)("-m", "thinpipe.worker", command, str(folder), *arguments)
-    except ChildFailedError as error:
-        _explain(error)
-    except SignalException:
+        while True:
+            try:
+                if rendezvous is None:
+                    await_host(meeting, say)
+                    rendezvous = Rendezvous.at(meeting, say)
+                spec = WorkerSpec(
+                    role="default",
+                    local_world_size=processes,
+                    rdzv_handler=rendezvous,
+                    entrypoint=sys.executable,
+                    args=("-m", "thinpipe.worker", command, str(folder), *arguments),
+                    max_restarts=0,
+                    monitor_interval=0.1,
+                    local_addr=meeting.address,
+                )
+                specs = DefaultLogsSpecs(log_dir=str(logs or folder / "logs"), redirects=quiet)
+                agent = _Agent(spec, specs)
+                result: RunResult | None = agent.run()
+            except RendezvousClosedError:
+                raise ThinpipeError("the run was ended by another machine; the cause stands there") from None
+            except RendezvousTimeoutError:
+                raise ThinpipeError(
+                    f"the machines of the run did not meet at {meeting.endpoint} within {meeting.patience:g} s "
+                    "(network.patience); are all of them started?"
+                ) from None
+            except RendezvousError:
+                say(f"lost the meeting's host {meeting.endpoint}")
+                rendezvous = None
+                continue
+            if result is None or not result.is_failed():  # None: a spare that was not needed
+                return
+            cause = _explain([failure for failure in result.failures.items() if failure[1].pid not in agent.ended])
+            if not isinstance(cause, Lost):
+                raise cause
+            now = restarts.saved()
+            in_a_row, saved = (in_a_row + 1 if now == saved else 1), now
+            if in_a_row > restarts.limit:
+                raise cause
+            since = "from the beginning" if saved is None else f"from step {saved}"
+            say(f"{cause}\nstarting again {since} ({in_a_row} of {restarts.limit})")
+            # At once the first time; the longer the less it helped.
+            time.sleep(0.0 if in_a_row == 1 else min(2.0 ** (in_a_row - 1), _LONGEST_PAUSE))
+    except (SignalException, KeyboardInterrupt):
+        rendezvous = None  # the others go on, or stop by themselves
         raise Stopped from None
-    except RendezvousError as error:
-        raise ThinpipeError(f"the machines of the run did not meet at {meeting.endpoint} ({error}); are all of them started?") from None
+    finally:
+        if rendezvous is not None:
+            with contextlib.suppress(RendezvousError):
+                rendezvous.shutdown()
 
 
-def _explain(error: ChildFailedError) -> None:
-    """Raise the failure that came first; a peer's loss only when there is nothing else, a stop (the agent stops the others) last."""
+class _Agent(LocalElasticAgent):
+    """Torch's agent, for one life of the stages.
+
+    Attributes:
+        ended: processes that it killed itself because another one had failed.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs) -> None:
+        super().__init__(spec, logs_specs, shutdown_timeout=_PATIENCE)
+        self.ended: set[int] = set()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert isinstance(self._pcontext, SubprocessContext)
+        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        if any(process.poll() not in (None, 0) for process in processes):
+            # The others notice at once and say whom they miss. What stays then waits or is frozen; torch would give it 30 s.
+            deadline = time.monotonic() + _LAST_WORDS
+            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.ended |= {process.pid for process in processes if process.poll() is None}
+            self._shutdown(signal.SIGKILL)
+        return super()._monitor_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # The machines meet anew: there is nothing left to finish, and a stage that is frozen doesn't hear SIGTERM.
+        self._shutdown(signal.SIGKILL)
+
+
+def _explain(failures: Iterable[tuple[int, ProcessFailure]]) -> Exception:
+    """The failure that came first; a peer's loss only when there is nothing else, a stop (the agent stops the others) last."""
     reports = []
-    for rank, failure in error.failures.items():
+    for rank, failure in failures:
         report = failure.error_file_data.get("thinpipe") or {}
         stopped = failure.exitcode in (STOPPED, -signal.SIGINT, -signal.SIGTERM)
         reports.append((stopped, report.get("kind") == "peer", failure.timestamp, rank, failure, report))
-    stopped, *_, rank, failure, report = min(reports, key=lambda r: r[:4])
+    stopped, is_peer, _, rank, failure, report = min(reports, key=lambda r: r[:4])
     if stopped:
-        raise Stopped
-    if report.get("kind") in ("user", "peer"):
-        raise ThinpipeError(report["text"])
+        return Stopped()
+    if is_peer:
+        return Lost(report["text"])
+    if report.get("kind") == "user":
+        return ThinpipeError(report["text"])
     if failure.exitcode < 0:
-        raise ThinpipeError(f"stage {rank} was killed by {failure.signal_name()}; if that was not you, look for a lack of memory (dmesg)")
+        return Lost(f"stage {rank} was killed by {failure.signal_name()}; if that was not you, look for a lack of memory (dmesg)")
     if not report:
-        raise ThinpipeError(f"stage {rank} failed and could not leave a report in the run's logs; is that disk full?")
-    raise Failed(f"stage {rank} failed:\n{report['text']}")
+        return ThinpipeError(f"stage {rank} failed and could not leave a report in the run's logs; is that disk full?")
+    return Failed(f"stage {rank} failed:\n{report['text']}")
 
 
 @contextlib.contextmanager

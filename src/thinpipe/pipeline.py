@@ -47,6 +47,7 @@ class _Passage:
         self.stage, self.here, self.actions = stage, here, actions
         self.micro_batch, self.tag, self.wire = micro_batch, tag, wire
         self.losses: list[torch.Tensor] = []
+        self.sizes: dict[str, list[torch.Tensor]] = {what: [] for what in _PASSES}
         self._done = 0
         self._tokens: list[torch.Tensor] = []
         self._incoming: dict[tuple[str, int], tuple[dist.Work, torch.Tensor]] = {}
@@ -99,8 +100,10 @@ class _Passage:
             if stage.receives_ids:
                 tokens_BS = message[self._wire_bytes :].clone().view(torch.int32).view(self.micro_batch, -1)
             c_BTW, places = codec.decode(wire, stage.dtype).requires_grad_(torch.is_grad_enabled()), codec.places(wire)
+            self._note("received activations", c_BTW)
         assert tokens_BS is not None
         out = stage(c_BTW, tokens_BS)
+        self._note("activations", out)
         if torch.is_grad_enabled():
             self._graphs[m] = c_BTW, out, places
         if stage.is_last:
@@ -118,10 +121,16 @@ class _Passage:
         if not stage.is_last:
             wire = self._arrived("backward", m, self.here.stage + 1).view(self._wire_shape)
             grad = codec.decode_gradient(wire.to(stage.device), out.dtype)
+            self._note("received gradients", grad)
         torch.autograd.backward(out, grad)
         if c_BTW is not None:
             assert c_BTW.grad is not None
+            self._note("gradients", c_BTW.grad)
             self._outgoing["backward", m] = codec.encode_gradient(c_BTW.grad, places).cpu().flatten()
+
+    def _note(self, what: str, tensor: torch.Tensor) -> None:
+        """Remember the largest absolute value, which is NaN where a NaN is; on a device nobody waits for it."""
+        self.sizes[what].append(torch.linalg.vector_norm(tensor.detach(), float("inf")))
 
     @property
     def _wire_shape(self) -> tuple[int, int, int]:
@@ -146,6 +155,9 @@ class _Passage:
         message = self._outgoing.pop((direction, m))
         self._sent.append((self.here.isend(message, peer, self.tag), peer, message))
         return message.nbytes
+
+
+_PASSES = ("received activations", "activations", "received gradients", "gradients")  # in the order of a step
 
 
 @dataclass
@@ -192,6 +204,7 @@ class Pipeline:
         self.wire = Wire()
         self._expected: dict[str, tuple[dist.Work, torch.Tensor]] = {}  # the tally's receives
         self._next: _Passage | None = None  # the next step's, whose receives are posted
+        self._sizes: dict[str, list[torch.Tensor]] = {}  # of what the last step passed on
         name = "wan" if config.schedule == "auto" else config.schedule  # where nobody has measured: any gives the same numbers
         self.actions = schedule.actions(name, topology.stages, config.micro_batches, config.warmup)
         self._forwards = schedule.forwards(topology.stages, config.micro_batches)
@@ -229,6 +242,7 @@ class Pipeline:
         if self._next is not None:
             self._next.post()
         passage.finish()
+        self._sizes = passage.sizes
         self._add_tied_gradients()
         return float(torch.stack(passage.losses).double().sum()) if passage.losses else 0.0
 
@@ -273,6 +287,25 @@ class Pipeline:
         if not here.is_last:
             here.wait(here.isend(total, here.stage + 1, TALLY_TAG), here.stage + 1)
         return Tally.of(total)
+
+    def origin_of_poison(self) -> str:
+        """Which stage or link had the first number that is not finite in the last step, in words. COLLECTIVE."""
+        finite = {what: all(bool(torch.isfinite(size)) for size in sizes) for what, sizes in self._sizes.items()}
+        finite["own gradients"] = all(math.isfinite(square) for square in gradient_squares(self.stage))
+        everyone = self.topology.gather([self.topology.host, finite])
+        for what, received, stages in (
+            ("activations", "received activations", list(enumerate(everyone))),
+            ("gradients", "received gradients", list(enumerate(everyone))[::-1]),
+        ):
+            for stage, (host, has) in stages:
+                if not has[received]:
+                    return f"{what} that are not finite came to stage {stage} on {host}, though they had been sent finite"
+                if not has[what]:
+                    return f"stage {stage} on {host} made {what} that are not finite{' (or the loss)' * (stage == len(everyone) - 1)}"
+        for stage, (host, has) in enumerate(everyone):
+            if not has["own gradients"]:
+                return f"stage {stage} on {host} made gradients of its weights that are not finite"
+        return "the global norm of the gradients is not finite"
 
     def _expect_tally(self) -> None:
         """Post the tally's receives when the step begins: Gloo moves nothing before, and a late one costs a delay."""

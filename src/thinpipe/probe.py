@@ -19,6 +19,7 @@ import torch
 from . import launch
 from .config import Config, ThinpipeError, dump, to_dict
 from .lab import Measured
+from .meeting import meeting
 from .metrics import write_whole
 from .planner import find_gpu, recommend
 from .topology import Topology
@@ -154,21 +155,21 @@ def probe(config: Config, say: Callable[[str], None] = print, debug: bool = Fals
     Raises ThinpipeError: no meeting is given, the machines did not meet, or one was lost.
     """
     config, network = config.check(), config.network
-    if network.rdzv is None or network.nodes < 2:
+    if network.rdzv is None or network.needed < 2:
         raise ThinpipeError(
             "probe measures the links between machines: give --network.rdzv HOST:PORT (an address of one of them) "
             "and --network.nodes N, 2 at least, on each of them"
         )
     gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
     config.spec(vocab)
-    say(f"{network.nodes} machines, once all are there: a few seconds for each of {len(rounds(network.nodes))} rounds of pairs")
-    met = launch.meeting(network, f"thinpipe-probe-{config.run.name}", say=say)
+    say(f"{network.needed} machines, once all are there: a few seconds for each of {len(rounds(network.needed))} rounds of pairs")
+    met = meeting(network, f"thinpipe-probe-{config.run.name}", say=say)
     with tempfile.TemporaryDirectory(prefix="thinpipe-probe-") as scratch:
         folder = Path(scratch)
         write_whole(folder / "config.toml", dump(config))
         launch.start("probe", folder, 1, debug, arguments=[met.address], meeting=met)
         seen: dict[str, Any] = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
-    matrix: list[list[Measured | None]] = [[None] * network.nodes for _ in range(network.nodes)]
+    matrix: list[list[Measured | None]] = [[None] * network.needed for _ in range(network.needed)]
     for link in seen["links"]:
         matrix[link["from"]][link["to"]] = Measured(link["mbit"], link["round_trip_ms"])
     advice = recommend(matrix, config, vocab, gpu)

@@ -1,14 +1,16 @@
-"""Plots of runs, made from their metrics: loss over tokens and over time, ranks by layer, moves of the subspace.
+"""Runs read from their metrics, and plots of them: loss over tokens, time and bytes, ranks by layer, moves of the subspace.
 
-`figures` gives named matplotlib Figures and `report` writes them as PNG; a page can embed the same Figures. They are 5 inches
-wide with 10-point text, so that they can be read on a phone. Colours are Okabe and Ito's for runs and viridis for layers,
-which colour-blind readers tell apart.
+`figures` gives named matplotlib Figures, page.py makes files of them. They are 5 inches wide with 10-point text, so that they
+can be read on a phone. Colours are Okabe and Ito's for runs and viridis for layers, which colour-blind readers tell apart.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,70 +20,92 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from .config import ThinpipeError, from_dict
+from .config import Config, ThinpipeError, from_dict
 from .metrics import read_events
+from .planner import message_bytes
 
 WIDTH, DPI = 5.0, 200  # inches, dots per inch
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK, PALE = "#333333", "#dddddd"
+Against = Literal["tokens", "seconds", "bytes"]
+LOSSES: tuple[Against, ...] = ("tokens", "seconds", "bytes")
 WATCHED = ("weight", "gradient", "update")
 WRITERS = {"attn.o": "attention output", "mlp.down": "MLP output"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the plots need of a run.
+    """What the plots and the page need of a run.
 
     Attributes:
         name: its folder's name; label: the name with method and compression.
-        constrained: before the last cut the matrices live in the subspace.
-        step, loss, tokens, seconds: one entry per step; the loss is NaN where the step was refused; tokens and seconds are
-            sums from the first step on, seconds without validation and saving (of the medians over the last 20 steps or fewer
-            that the step events carry).
+        raw: the config of its last life as its metrics hold it; config: the same as a Config (None: another version's, or
+            it names a file that has gone).
+        stages: of its last life (None: unknown); restarts: lives before that.
+        step, loss, tokens, seconds, bytes: one entry per step; the loss is NaN where the step was refused; the last three are sums
+            from the first step on: seconds without validation and saving (of the medians over the last 20 steps or fewer that
+            the step events carry), bytes over one boundary, both directions.
+        wire: bytes of the last step over one boundary, forward and backward. Like `bytes` counted where they were sent, by
+            formula what a cut would send where one stage holds all, NaN where neither is known.
+        wire_per_token: bytes per token, boundary and direction; dense_per_token: the same of the full stream in bfloat16.
+        seconds_per_step: the result's, of an unfinished run its last step event's.
         val_step, val_loss: one entry per validation.
-        ranks, moves: events of these kinds.
+        refused: steps; complaints: steps and texts.
+        ranks, moves: events of these kinds; schedule, result, lab: the last one's fields, empty where there is none.
     """
 
     name: str
     label: str
-    constrained: bool
+    folder: Path
+    raw: dict[str, Any]
+    config: Config | None
+    stages: int | None
+    restarts: int
     step: np.ndarray
     loss: np.ndarray
     tokens: np.ndarray
     seconds: np.ndarray
+    bytes: np.ndarray
+    wire: np.ndarray
+    wire_per_token: float
+    dense_per_token: float
+    seconds_per_step: float
     val_step: np.ndarray
     val_loss: np.ndarray
+    refused: list[int]
+    complaints: list[tuple[int, str]]
     ranks: list[dict[str, Any]]
     moves: list[dict[str, Any]]
+    schedule: dict[str, Any]
+    result: dict[str, Any]
+    lab: dict[str, Any]
 
+    @property
+    def method(self) -> str:
+        return str(self.raw.get("compression", {}).get("method", ""))
 
-def report(runs: Sequence[Path], out: Path) -> dict[str, Any]:
-    """Write the plots of some runs as PNG into the folder `out`.
+    @property
+    def file(self) -> str:
+        """The name, fit for a file."""
+        return self.name.replace("/", "-")
 
-    Returns {"files": [paths]}.
-
-    Raises ThinpipeError if a folder is no run or has no step yet, or if `out` can't be written.
-    """
-    loaded = read_runs(runs)
-    files = []
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, figure in figures(loaded):
-            path = out / f"{name}.png"
-            save(figure, path)
-            files.append(str(path))
-    except OSError as error:
-        raise ThinpipeError(f"{out} can't be written: {error.strerror}; give another folder for the report") from None
-    return {"files": files}
+    @property
+    def tokens_per_step(self) -> float:
+        return float(self.tokens[-1] / self.step[-1])
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG whole or not at all. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    write_picture(path, lambda beside: figure.savefig(beside, dpi=DPI))
+
+
+def write_picture(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a PNG written whole or not at all: `write` gets the path of a file beside it. Raises OSError."""
+    beside = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        figure.savefig(beside, format="png", dpi=DPI)
+        write(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -89,14 +113,14 @@ def save(figure: Figure, path: Path) -> None:
 
 def figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
     """Name (fit for a file) and Figure of every plot that the runs have events for."""
-    yield "loss-tokens", loss_figure(runs, "tokens")
-    yield "loss-seconds", loss_figure(runs, "seconds")
+    for against in LOSSES:
+        if any(np.isfinite(getattr(run, against)[-1]) for run in runs):
+            yield f"loss-{against}", loss_figure(runs, against)
     for run in runs:
-        name = run.name.replace("/", "-")
         if run.ranks:
-            yield f"ranks-{name}", ranks_figure(run)
+            yield f"ranks-{run.file}", ranks_figure(run)
         if run.moves:
-            yield f"moves-{name}", moves_figure(run)
+            yield f"moves-{run.file}", moves_figure(run)
 
 
 # Reading
@@ -112,7 +136,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         raise ThinpipeError("no run to report on; give the folder of at least one, such as runs/demo-1")
     paths = list(whole)
     depth = next(n for n in range(1, 1000) if len({path.parts[-n:] for path in paths}) == len(paths))
-    return [_read_run(folder, "/".join(path.parts[-depth:])) for path, folder in whole.items()]
+    names = {path: "/".join(path.parts[-depth:]).encode(errors="replace").decode() for path in paths}  # a name may be no Unicode
+    return [_read_run(folder, names[path]) for path, folder in whole.items()]
 
 
 def _read_run(folder: Path, name: str) -> Run:
@@ -123,27 +148,52 @@ def _read_run(folder: Path, name: str) -> Run:
         events = list(read_events(path))
     except OSError as error:
         raise ThinpipeError(f"{path} can't be read: {error.strerror}") from None
-    kinds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("start", "step", "eval", "ranks", "move", "result")}
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        kinds.get(str(event.get("event")), []).append(event)
-    columns = _columns(kinds["step"], "step", "loss", "tokens", "seconds")
+        kinds[str(event.get("event"))].append(event)
+    columns = _columns(kinds["step"], "step", "loss", "tokens", "seconds", "refused")
     if not np.isfinite(columns["loss"]).any():
         raise ThinpipeError(f"{folder} has no training step with a loss yet; train it first: thinpipe train --run.dir {folder}")
-    evals = _columns([event for event in kinds["eval"] if event.get("val_loss") is not None], "step", "val_loss")
-    config = kinds["start"][-1].get("config", {}) if kinds["start"] else {}
-    method = config.get("compression", {}).get("method", "")
+    evals = _columns(kinds["eval"], "step", "val_loss")
+    validated = np.isfinite(evals["val_loss"])
+    start, result, schedule = (kinds[kind][-1] if kinds[kind] else {} for kind in ("start", "result", "schedule"))
+    raw = start.get("config") or {}
+    config = _readable(raw)
+    wire = _wire(events)
+    tokens_per_step = columns["tokens"][-1] / columns["step"][-1]
+    per_token = wire[-1].sum() / (2 * tokens_per_step)
+    if not np.isfinite(per_token):
+        per_token = result.get("wire_bytes_per_token") or math.nan
+    dense = 2.0 * config.sizes()["width"] if config is not None else result.get("dense_wire_bytes_per_token") or math.nan
+    ended = result.get("step") == kinds["step"][-1].get("step")
+    method = raw.get("compression", {}).get("method", "")
+    refusals = np.diff(np.nan_to_num(columns["refused"]), prepend=0) > 0
     return Run(
         name=name,
-        label=f"{_shortened(name)} · {method} {_compression(config, kinds)}".strip(" ·"),
-        constrained=method == "subspace",
+        label=f"{_shortened(name)} · {method} {_compression(raw, dense / per_token)}".strip(" ·"),
+        folder=folder,
+        raw=raw,
+        config=config,
+        stages=start.get("stages"),
+        restarts=max(0, len(kinds["start"]) - 1),
         step=columns["step"],
         loss=columns["loss"],
         tokens=columns["tokens"],
         seconds=np.cumsum(np.nan_to_num(columns["seconds"])),
-        val_step=evals["step"],
-        val_loss=evals["val_loss"],
+        bytes=np.cumsum(wire.sum(axis=1)),
+        wire=wire[-1],
+        wire_per_token=per_token,
+        dense_per_token=dense,
+        seconds_per_step=(result.get("seconds_per_step") if ended else None) or columns["seconds"][-1],
+        val_step=evals["step"][validated],
+        val_loss=evals["val_loss"][validated],
+        refused=[int(step) for step in columns["step"][refusals]],
+        complaints=[(event.get("step", 0), str(event.get("text"))) for event in kinds["complaint"]],
         ranks=kinds["ranks"],
         moves=kinds["move"],
+        schedule=schedule,
+        result=result,
+        lab=_read_object(folder / "lab.json"),
     )
 
 
@@ -152,37 +202,70 @@ def _columns(events: list[dict[str, Any]], *keys: str) -> dict[str, np.ndarray]:
     return {key: np.array([event.get(key) for event in events], dtype=float) for key in keys}
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; an empty one where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _readable(raw: dict[str, Any]) -> Config | None:
+    """A stored config; None if there is none, a field is another version's, or the hf_config that it names has gone."""
+    try:
+        return from_dict(raw).check() if raw else None
+    except ThinpipeError:
+        return None
+
+
+def _wire(events: Iterable[dict[str, Any]]) -> np.ndarray:
+    """Bytes of each step over one boundary, (steps, 2): forward and backward; see Run.wire. A run may change its stages."""
+    boundaries = math.nan
+    formula = [math.nan, math.nan]
+    rows = []
+    for event in events:
+        if event.get("event") == "start":
+            boundaries = event.get("stages", math.nan) - 1
+            config = _readable(event.get("config") or {})
+            formula = [size * config.pipeline.micro_batches for size in message_bytes(config)] if config else [math.nan, math.nan]
+        elif event.get("event") == "step":
+            counted = [event.get(key) or math.nan for key in ("wire_forward", "wire_backward")]
+            rows.append([size / boundaries for size in counted] if boundaries else formula)
+    return np.array(rows, dtype=float)
+
+
 def _shortened(name: str, most: int = 32) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
-def _compression(config: dict[str, Any], kinds: dict[str, list[dict[str, Any]]]) -> str:
-    """Such as "8×", against a dense bfloat16 stream: by the result, else by the bytes of the last step, else just the rank."""
-    if kinds["result"] and kinds["result"][-1].get("compression"):
-        return f"{kinds['result'][-1]['compression']:.3g}×"
-    compression, last = config.get("compression", {}), kinds["step"][-1]
-    sent = last.get("wire_forward", 0) + last.get("wire_backward", 0)
-    if config and sent:
-        try:
-            dense = 2 * from_dict(config).sizes()["width"] * last["tokens"] / last["step"]
-            return f"{dense * (kinds['start'][-1]['stages'] - 1) * 2 / sent:.3g}×"
-        except ThinpipeError:  # an hf_config that has gone, a field of another version
-            pass
+def _compression(raw: dict[str, Any], ratio: float) -> str:
+    """Such as "8×", against a dense bfloat16 stream; the rank where the bytes aren't known."""
+    if np.isfinite(ratio):
+        return f"{ratio:.3g}×"
+    compression = raw.get("compression", {})
     return f"rank {compression.get('rank')}" if compression.get("method", "none") != "none" else ""
 
 
 # Loss
 
 
-def loss_figure(runs: Sequence[Run], against: Literal["tokens", "seconds"]) -> Figure:
-    """Training loss, lightly smoothed (lines), and validation loss (circles) of all runs over tokens or training time."""
+def loss_figure(runs: Sequence[Run], against: Against) -> Figure:
+    """Training loss, lightly smoothed (lines), and validation loss (circles) of all runs over what they took of something.
+
+    Runs of which that isn't known are left out.
+    """
     figure = Figure(figsize=(WIDTH, 3.7 + 0.22 * len(runs)), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
     unit, unit_name = _time_unit(max(run.seconds[-1] for run in runs)) if against == "seconds" else (1.0, "")
-    handles = []
+    handles, ends = [], []
     for i, run in enumerate(runs):
-        x, known = getattr(run, against) / unit, np.isfinite(run.loss)
+        x = getattr(run, against) / unit
+        known = np.isfinite(run.loss) & np.isfinite(x)
+        if not known.any():
+            continue
+        ends.append(x[known][-1])
         colour, again = COLOURS[i % len(COLOURS)], i >= len(COLOURS)
         style: dict[str, Any] = {"color": colour, "linestyle": "--" if again else "-"}
         axes.plot(x[known], _smooth(run.loss[known]), linewidth=1.2, alpha=0.7, **style)
@@ -190,15 +273,19 @@ def loss_figure(runs: Sequence[Run], against: Literal["tokens", "seconds"]) -> F
         at = np.interp(run.val_step, run.step, x)
         axes.plot(at, run.val_loss, "o", markerfacecolor=face, markeredgecolor=edge, markersize=7, zorder=3, clip_on=False)
         final = f" · validation {run.val_loss[-1]:.3f}" if run.val_loss.size else ""
-        handles.append(Line2D([], [], linewidth=3, label=run.label + final, **style))
+        handles.append(Line2D([], [], linewidth=3, label=_literal(run.label + final), **style))
     axes.set_ylim(*_loss_range(runs))
-    axes.set_xlim(left=0)
     axes.set_ylabel("loss (nats per token)")
-    if against == "tokens":
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlabel("training tokens")
+    if max(ends) > 20 * min(ends):  # else one line is squeezed against the axis
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
+        axes.set_xlim(left=0)
+    if against == "seconds":
         axes.set_xlabel(f"training time ({unit_name}), without validation and saving")
+    else:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel("training tokens" if against == "tokens" else "bytes over one boundary, both directions")
     axes.set_title("lines: training, smoothed · circles: validation", loc="right", fontsize=8, color=INK)
     figure.legend(handles=handles, loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
     return figure
@@ -244,9 +331,9 @@ def ranks_figure(run: Run) -> Figure:
     handles += [Line2D([], [], color=colours[layer], linewidth=3, label=str(layer)) for layer in shown]
     legend: dict[str, Any] = {"frameon": False, "handlelength": 1, "columnspacing": 1, "fontsize": 9, "labelcolor": INK}
     parts[0].legend(handles=handles, loc="lower left", ncols=len(handles), **legend)
-    note = "; constrained: at most k" if run.constrained else ""
+    note = "; constrained: at most k" if run.method == "subspace" else ""
     _rank_panels(parts[1], f"Stable rank (dotted: k = {k}{note})", run, writers, colours, 0)
-    note = " (constrained: all)" if run.constrained else ""
+    note = " (constrained: all)" if run.method == "subspace" else ""
     _rank_panels(parts[2], f"Energy in the top k = {k} directions{note}", run, writers, colours, 1)
     return figure
 
@@ -328,7 +415,12 @@ def moves_figure(run: Run) -> Figure:
 
 
 def _title(figure: Figure | SubFigure, text: str) -> None:
-    figure.suptitle(text, x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
+    figure.suptitle(_literal(text), x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
+
+
+def _literal(text: str) -> str:
+    """Text that matplotlib shows as it is: what stands between dollar signs would be a formula."""
+    return text.replace("$", r"\$")
 
 
 def _percent(share: float, position: int | None = None) -> str:

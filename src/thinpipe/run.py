@@ -47,7 +47,7 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
         segments = replace(config.compression, segments=config.segments)
         config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
         # Which machine this is belongs to the machine, not to the run.
-        network = NetworkConfig(timeout=config.network.timeout)
+        network = NetworkConfig(timeout=config.network.timeout, restarts=config.network.restarts, patience=config.network.patience)
         write_whole(folder / "config.toml", dump(replace(config, network=network)))
     except OSError as error:
         raise ThinpipeError(f"run.dir = {str(folder)!r} can't be used: {error.strerror}; give a folder that can be written") from None

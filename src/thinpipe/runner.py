@@ -6,16 +6,21 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from . import launch
+from .checkpoint import newest_step
 from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
-from .metrics import write_whole
+from .meeting import meeting
+from .metrics import to_json, write_whole
 from .run import finished, open_run, result_of
 from .topology import Topology, connect, under_launcher
 from .trainer import Result, Trainer
+
+_RUN = "run"  # in a machine's scratch folder: where the run is
 
 
 def _say(line: str) -> None:
@@ -47,7 +52,8 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
         return Result(**done)
     say(f"run {folder}: {config.compression.method}, {config.pipeline.stages} stages, {config.segments} segments")
     prepare(config)  # a mistake in the data is told once, before any process starts
-    launch.start("train", folder, config.pipeline.stages, debug)
+    restarts = launch.Restarts(config.network.restarts, lambda: newest_step(folder / "checkpoints"))
+    launch.start("train", folder, config.pipeline.stages, debug, restarts=restarts, say=say)
     result = result_of(folder)
     assert result is not None
     return Result(**result)
@@ -56,19 +62,42 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
 def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | None:
     """This machine's share of a run over several; the summary where the first stage is."""
     prepare(config)
-    network, share = config.network, config.pipeline.stages // config.network.nodes
-    met = launch.meeting(network, f"thinpipe-{config.run.name}", say=say)
+    network, share = config.network, config.pipeline.stages // config.network.needed
+    met = meeting(network, f"thinpipe-{config.run.name}", say=say)
     with tempfile.TemporaryDirectory(prefix="thinpipe-join-") as scratch:
         folder = Path(scratch)
         write_whole(folder / "config.toml", dump(config))
+        restarts = launch.Restarts(network.restarts, lambda: newest_step(Path(_run_of(folder) or scratch) / "checkpoints"))
         # Not in the run's folder: it may not be there yet, and on a shared disk it is everybody's.
-        launch.start("join", folder, share, debug, logs=folder / "logs", meeting=met)
-        results = [json.loads((folder / f"result-{local}.json").read_text(encoding="utf-8")) for local in range(share)]
+        launch.start("join", folder, share, debug, logs=folder / "logs", meeting=met, restarts=restarts, say=say)
+        told = [folder / f"result-{local}.json" for local in range(share)]
+        results = [json.loads(path.read_text(encoding="utf-8")) for path in told if path.exists()]  # a spare has none
     return next((Result(**result) for result in results if result is not None), None)
 
 
-def train_together(config: Config, topology: Topology, say: Callable[[str], None] = _say) -> Result | None:
+def _run_of(scratch: Path) -> str | None:
+    """The run's folder, once an earlier life of this machine's stages has learnt it."""
+    told = scratch / _RUN
+    return told.read_text(encoding="utf-8") if told.exists() else None
+
+
+def join(config: Config, topology: Topology, scratch: Path) -> None:
+    """One worker's part of `_join`. COLLECTIVE."""
+    # A machine that has been here before knows the folder that the first one had made.
+    known = next((run for run in topology.gather(_run_of(scratch)) if run is not None), None)
+    if known is not None:
+        config = replace(config, run=replace(config.run, dir=known))
+    summary = train_together(config, topology, opened=lambda run: write_whole(scratch / _RUN, run))
+    write_whole(scratch / f"result-{topology.local_rank}.json", to_json(summary and asdict(summary)))
+
+
+def train_together(
+    config: Config, topology: Topology, say: Callable[[str], None] = _say, opened: Callable[[str], None] = lambda _: None
+) -> Result | None:
     """Train as one of the processes that someone started; the first one opens the run for all. COLLECTIVE.
+
+    Args:
+        opened: told the run's folder.
 
     Returns the summary on the first stage, None on the others.
 
@@ -77,26 +106,27 @@ def train_together(config: Config, topology: Topology, say: Callable[[str], None
     """
     if topology.stages != config.pipeline.stages:
         raise ThinpipeError(f"pipeline.stages = {config.pipeline.stages} but {topology.stages} processes were started; make them equal")
-    opened: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if topology.is_first:
         try:
             config, folder, remarks = open_run(config)
-            opened = {"dir": str(folder), "segments": config.segments, "done": finished(folder, config)}
+            facts = {"dir": str(folder), "segments": config.segments, "done": finished(folder, config)}
             for remark in remarks:
                 say(remark)
         except ThinpipeError as error:
-            opened = {"error": str(error)}
-    opened = topology.gather(opened)[0]
-    if "error" in opened:
-        raise ThinpipeError(opened["error"])
-    if (done := opened["done"]) is not None:
+            facts = {"error": str(error)}
+    facts = topology.gather(facts)[0]
+    if "error" in facts:
+        raise ThinpipeError(facts["error"])
+    if (done := facts["done"]) is not None:
         if topology.is_first:
-            say(f"{opened['dir']} is finished; raise train.steps to train on")
+            say(f"{facts['dir']} is finished; raise train.steps to train on")
         return Result(**done) if topology.is_first else None
     if not topology.is_first:
         values = to_dict(config)
-        values["run"]["dir"] = opened["dir"]
-        values["compression"]["segments"] = opened["segments"]
+        values["run"]["dir"] = facts["dir"]
+        values["compression"]["segments"] = facts["segments"]
         config = from_dict(values)
-    Path(opened["dir"]).mkdir(parents=True, exist_ok=True)
-    return Trainer(config, topology, Path(opened["dir"]), launch.StopRequest()).fit()
+    Path(facts["dir"]).mkdir(parents=True, exist_ok=True)
+    opened(facts["dir"])
+    return Trainer(config, topology, Path(facts["dir"]), launch.StopRequest()).fit()

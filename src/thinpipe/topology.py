@@ -162,16 +162,17 @@ def _interface_of(address: str) -> str | None:
 
 
 def _stage_of(store: dist.Store, rank: int, world: int, node_rank: int | None) -> int:
-    """This process's stage: machines in the order of network.node_rank, else in the launcher's."""
+    """This process's stage: that of its machine's network.node_rank; machines without one take the places that are left."""
     local, machine = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
     store.set(f"place/{rank}", json.dumps([machine, node_rank, local]))
-    places = [json.loads(store.get(f"place/{r}")) for r in range(world)]
-    given = {(machine, node_rank) for machine, node_rank, _ in places if node_rank is not None}
-    if not given:
-        return rank
-    if len({machine for machine, *_ in places}) != len(given) or len({place for _, place in given}) != len(given):
-        raise ThinpipeError("network.node_rank must be given on all machines or on none, and differ between them")
-    return sorted(range(world), key=lambda r: places[r][1:]).index(rank)
+    told = [json.loads(store.get(f"place/{r}")) for r in range(world)]
+    wanted = {machine: place for machine, place, _ in told}
+    given = [place for place in wanted.values() if place is not None]
+    if len(set(given)) != len(given):
+        raise ThinpipeError("network.node_rank is the same on two machines; give each its own")
+    left = iter(sorted(set(range(len(wanted))) - set(given)))
+    places = {machine: next(left) if wanted[machine] is None else wanted[machine] for machine in sorted(wanted)}
+    return sorted(range(world), key=lambda r: (places[told[r][0]], told[r][2])).index(rank)
 
 
 @contextlib.contextmanager
@@ -180,10 +181,11 @@ def connect(timeout: float, node_rank: int | None = None) -> Iterator[Topology]:
 
     Args:
         timeout: seconds that any wait for a peer may last.
-        node_rank: this machine's place in the pipeline (None: the launcher's order).
+        node_rank: this machine's place in the pipeline (None: one that is left, in the launcher's order).
 
     Raises:
-        ThinpipeError: the others did not come within the deadline, or places don't agree.
+        PeerLost: the others did not come within the deadline.
+        ThinpipeError: places don't agree.
     """
     deadline = timedelta(seconds=timeout)
     env = os.environ
@@ -197,10 +199,10 @@ def connect(timeout: float, node_rank: int | None = None) -> Iterator[Topology]:
             store = next(rendezvous("env://", rank, world, timeout=deadline))[0]
             rank = _stage_of(store, rank, world, node_rank)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
+        except ThinpipeError:
+            raise
         except (RuntimeError, ValueError) as error:
-            raise ThinpipeError(
-                f"stage {rank} can't reach {master}:{port} or a peer within {timeout:g} s (network.timeout): {error}"
-            ) from error
+            raise PeerLost(f"stage {rank} can't reach {master}:{port} or a peer within {timeout:g} s (network.timeout): {error}") from error
     else:
         rank, world, local = 0, 1, (0, 1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)

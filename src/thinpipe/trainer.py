@@ -110,15 +110,14 @@ class Trainer:
         if isinstance(self.stage.method, Subspace) and config.compression.move_every and topology.is_last:
             self.statistic = self.stage.method.statistic = GradientStatistic(self.stage.method)
         self.watch = RankWatch(stream_writers(self.stage.layers), config.compression.rank)
-        self.done_steps = self.refused = 0
+        self.done_steps = self.refused = self.refused_in_a_row = 0
+        self.skipped = 0  # batches that roll-backs have left out
         self.moved: dict[str, Any] | None = None
         resumed = self._resume()
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
-        self.metrics = Metrics(
-            folder / "metrics.jsonl" if topology.is_first else None, config.train.steps, self.done_steps, quiet=not topology.is_first
-        )
+        self.metrics = self._open_metrics()
 
     # Training
 
@@ -144,9 +143,12 @@ class Trainer:
             self._report(total, median(seconds[-20:]))
             if total.written + total.failed == self.here.stages:
                 self._told(self.checkpoints.commit())
+            if self._is_spike(losses):
+                losses = losses[: len(losses) - self._roll_back()]
+                continue
             if config.train.eval_every and self.done_steps % config.train.eval_every == 0 and self.done_steps < self._last:
                 val_loss = self.evaluate()
-            if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0:
+            if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0 and not self.refused_in_a_row:
                 self.save()
         self.save()
         self._told(self.checkpoints.finish())
@@ -169,6 +171,7 @@ class Trainer:
         loss = self.pipeline.step(self.batch(step), another=step + 1 < self._last)
         total = self.pipeline.tally(self._own_tally(loss))
         if math.isfinite(total.norm) and math.isfinite(total.loss):
+            self.refused_in_a_row = 0
             watched = config.train.watch_every and (step + 1) % config.train.watch_every == 0
             if watched:
                 self.watch.before_step()
@@ -182,13 +185,47 @@ class Trainer:
                 self.moved = None
         else:  # all stages see the same total, so all refuse the step
             self.refused += 1
+            self.refused_in_a_row += 1
             if self.statistic is not None:
                 self.statistic.drop()
+            self._refuse(step + 1)
         self.done_steps = step + 1
         every = config.compression.move_every
         if isinstance(self.stage.method, Subspace) and every and self.done_steps % every == 0 and self.done_steps < config.train.steps:
             self.move_subspace(self.stage.method, self.batch(step))
         return total
+
+    def _refuse(self, step: int) -> None:
+        """Say whose numbers were not finite first. Raises ThinpipeError after too many steps in a row."""
+        origin = self.pipeline.origin_of_poison()
+        self._told(f"step {step} is refused: {origin}")
+        if self.refused_in_a_row >= self.config.train.max_refused:
+            newest = self.checkpoints.newest
+            raise ThinpipeError(
+                f"{self.refused_in_a_row} steps in a row were refused (train.max_refused); the last one: {origin}\n"
+                f"{'no checkpoint was made yet' if newest is None else f'the checkpoint of step {newest} stands'}; "
+                "look at the data and at that machine, or lower optim.lr"
+            )
+
+    def _is_spike(self, losses: list[float]) -> bool:
+        usual = [loss for loss in losses[-51:-1] if math.isfinite(loss)]
+        above = self.config.train.roll_back_above
+        return bool(above) and len(usual) >= 10 and losses[-1] > above * median(usual)
+
+    def _roll_back(self) -> int:
+        """Return to the newest checkpoint and go on with the batches that follow those seen; the number of steps undone."""
+        self._told(self.checkpoints.finish())
+        spiked, at = self.done_steps, self.checkpoints.newest
+        found = None if at is None else find(self.folder / "checkpoints", self.here, self.wants, self._say)
+        if found is None or found.step != at:
+            raise ThinpipeError(f"the loss of step {spiked} is a spike, and there is no checkpoint to roll back to; save more often")
+        self._load(found)
+        self.done_steps, self.moved = found.step, None
+        self.skipped += spiked - found.step
+        self.metrics.close()
+        self.metrics = self._open_metrics()
+        self._told(f"step {spiked} was a spike of the loss: back to step {found.step}, {spiked - found.step} batches are left out")
+        return spiked - found.step
 
     def move_subspace(self, method: Subspace, tokens_BS: torch.Tensor | None) -> None:
         """Turn the basis towards the gradients that it misses; transport all that is expressed in it (METHOD.md section 3).
@@ -224,7 +261,7 @@ class Trainer:
 
     def batch(self, step: int) -> torch.Tensor | None:
         """The step's tokens, (batch, context + 1), or None where the ids come over the boundary."""
-        return None if self.data is None else to_tensor(self.data.batch(step, self.config.train.batch))
+        return None if self.data is None else to_tensor(self.data.batch(step + self.skipped, self.config.train.batch))
 
     def evaluate(self) -> float:
         """Mean validation loss, in nats per token."""
@@ -306,6 +343,7 @@ class Trainer:
             "data": self.digest,
             "static": self.stage.method.digest(),
             "refused_steps": self.refused,
+            "skipped_batches": self.skipped,
         }
         self.checkpoints.save(self.done_steps, self.owned(), facts)
 
@@ -319,6 +357,7 @@ class Trainer:
             raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")
         self._load(found)
         self.done_steps, self.refused = found.step, found.facts["refused_steps"]
+        self.skipped = found.facts.get("skipped_batches", 0)
         if self.here.is_first:
             self._say(f"resumed from step {found.step}")
         return found.step
@@ -333,6 +372,10 @@ class Trainer:
         share_owned(self.stage, self.here)
 
     # Reporting
+
+    def _open_metrics(self) -> Metrics:
+        first = self.here.is_first
+        return Metrics(self.folder / "metrics.jsonl" if first else None, self.config.train.steps, self.done_steps, quiet=not first)
 
     @staticmethod
     def _say(line: str) -> None:

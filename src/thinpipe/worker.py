@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from . import launch
@@ -21,10 +20,9 @@ def main() -> None:
         config = load(folder / "config.toml")
         with connect(config.network.timeout, config.network.node_rank) as topology, topology.naming_peers():
             if command == "join":
-                from .runner import train_together
+                from .runner import join
 
-                summary = train_together(config, topology)
-                write_whole(folder / f"result-{topology.local_rank}.json", to_json(summary and asdict(summary)))
+                join(config, topology, folder)
             elif command == "probe":
                 from .probe import probe_machine
 

@@ -97,7 +97,7 @@ def live(folder: Path, kills: int, seed: int) -> Counter[str]:
     """
     moments, hit = random.Random(seed), Counter[str]()
     run = folder / "killed"
-    command = ["train", str(write_config(folder, keep_last=6)), "--run.dir"]
+    command = ["train", str(write_config(folder, keep_last=6)), "--network.restarts", "0", "--run.dir"]
     least = told = 0  # steps that a life may resume from
     for life in range(1, kills + 1):
         process = start(folder, *command, str(run))

@@ -139,7 +139,7 @@ def test_stop_saves_and_resumes(tmp_path: Path, corpus: dict[str, Any]) -> None:
 
 def test_a_killed_stage_is_named_and_ends_the_others(tmp_path: Path, corpus: dict[str, Any]) -> None:
     config = write(tmp_path, corpus, pipeline={"stages": 3}, train={"steps": 5000, "eval_every": 0})
-    process = start(tmp_path, "train", str(config), "--run.dir", "run")
+    process = start(tmp_path, "train", str(config), "--run.dir", "run", "--network.restarts", "0")
     wait_for_step(tmp_path / "run", 2)
     workers = children(process.pid)
     by_rank = {Path(f"/proc/{pid}/environ").read_bytes().partition(b"\0RANK=")[2].partition(b"\0")[0]: pid for pid in workers}

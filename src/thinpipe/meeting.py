@@ -1,0 +1,172 @@
+"""Where the machines of a run meet: torch's rendezvous, with the traps of real networks handled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from .config import NetworkConfig, ThinpipeError
+from .topology import address_towards
+
+_HEARTBEAT = 1  # seconds between a machine's signs of life
+_HEARTBEATS = 6  # missing ones after which its place is free
+_SILENCE = 10  # seconds after which a connection to the meeting's host that answers nothing is given up
+_QUIET = 3.0  # seconds of waiting for others that go without a word
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the agents of a run meet, one per machine.
+
+    Attributes:
+        endpoint: HOST:PORT, the same on all; name: what they meet for.
+        nodes: machines that take part; what comes beyond them waits as a spare.
+        address: this machine's, as the others reach it.
+        is_host: whether this machine keeps the meeting.
+        patience: seconds to wait for the meeting's host, and for machines that are missing.
+    """
+
+    endpoint: str = "127.0.0.1:0"
+    name: str = ""
+    nodes: int = 1
+    address: str = "127.0.0.1"
+    is_host: bool = True
+    patience: float = 600.0
+
+
+def meeting(network: NetworkConfig, name: str, say: Say = print) -> Meeting:
+    """Find this machine's address and wait until the meeting's host listens, before anything heavy starts.
+
+    Raises ThinpipeError if there is no way to it, its port is taken, or nobody listens after network.patience seconds.
+    """
+    assert network.rdzv is not None
+    host, _, port_text = network.rdzv.rpartition(":")
+    port = int(port_text)
+    address = network.addr or address_towards(host, port)
+    try:
+        own = socket.gethostbyname(host) == address
+    except OSError as error:
+        raise ThinpipeError(f"network.rdzv: the name {host} is unknown ({error}); give an address") from None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port if own else 0))
+    except OSError as error:
+        remedy = "another run may use it; choose another port" if own else "network.addr must be an address of this machine"
+        raise ThinpipeError(f"can't listen on {address}:{port if own else 0} ({error.strerror}); {remedy}") from None
+    met = Meeting(network.rdzv, name, network.needed, address, own, network.patience)
+    await_host(met, say)
+    return met
+
+
+def await_host(meeting: Meeting, say: Say) -> None:
+    """Until the meeting's host listens. Raises ThinpipeError after the meeting's patience."""
+    host, _, port = meeting.endpoint.rpartition(":")
+    deadline, told = time.monotonic() + meeting.patience, False
+    while not meeting.is_host:
+        try:
+            with socket.create_connection((host, int(port)), timeout=5):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ThinpipeError(
+                    f"network.rdzv = {meeting.endpoint}: nobody listens after {meeting.patience:g} s ({error}); "
+                    "start the run on that machine, and let its firewall pass the port"
+                ) from None
+            if not told:
+                say(f"waiting for {meeting.endpoint} ({error}) ...")
+                told = True
+            time.sleep(0.5)
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """Torch's rendezvous that says for whom it waits, and doesn't end a run whose meeting's host is away."""
+
+    say: Say
+    ready: Callable[[], None]
+
+    @classmethod
+    def at(cls, meeting: Meeting, say: Say) -> Rendezvous:
+        """Raises RendezvousError if the meeting's host can't be reached."""
+        # With torch's shared store a machine keeps the address of the first round's leader and waits there for ever
+        # when another one leads the next.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        options = {"is_host": meeting.is_host, "read_timeout": _SILENCE}
+        parameters = RendezvousParameters("c10d", meeting.endpoint, meeting.name, meeting.nodes, meeting.nodes, meeting.address, **options)
+        backend, store = create_backend(parameters)
+        made = cls.from_backend(
+            meeting.name,
+            store,
+            backend,
+            meeting.nodes,
+            meeting.nodes,
+            meeting.address,
+            RendezvousTimeout(join=timedelta(seconds=meeting.patience)),
+            _HEARTBEAT,
+            _HEARTBEATS,
+        )
+        assert isinstance(made, Rendezvous)
+        made.say = say
+        if not meeting.is_host:
+            _give_up_silence(meeting.endpoint)
+        return made
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        done = threading.Event()
+        threading.Thread(target=self._tell, args=(done,), daemon=True).start()
+        try:
+            return super().next_rendezvous()
+        finally:
+            done.set()
+
+    def num_nodes_waiting(self) -> int:
+        try:
+            return super().num_nodes_waiting()
+        except RendezvousError:  # the stages need their neighbours only
+            return 0
+
+    def _tell(self, done: threading.Event) -> None:
+        """Say once in a while who is missing."""
+        told, quiet = "", time.monotonic() + _QUIET
+        while not done.wait(0.5):
+            state, needed = self._state_holder.state, self.settings.max_nodes
+            here = sorted(node.addr for node in list(state.participants))
+            if state.complete and len(here) == needed:
+                line = f"a spare: {needed} machines are at work; waiting until one is lost"
+            else:
+                line = f"waiting for {needed - len(here)} of {needed} machines; {', '.join(here) or 'nobody'} here"
+            if line != told and time.monotonic() > quiet:
+                self.say(line)
+                told = line
+
+
+def _give_up_silence(endpoint: str) -> None:
+    """Have the kernel end this process's connections to the meeting's host that get no answer (Linux).
+
+    Torch waits for an answer without a deadline, and a machine that was cut off would wait for the kernel's retries: minutes.
+    """
+    host, _, port = endpoint.rpartition(":")
+    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if user_timeout is None or not os.path.isdir("/proc/self/fd"):
+        return
+    peer = (socket.gethostbyname(host), int(port))
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not os.readlink(link).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as connection:
+                if connection.family == socket.AF_INET and connection.getpeername() == peer:
+                    connection.setsockopt(socket.IPPROTO_TCP, user_timeout, 1000 * _SILENCE)
