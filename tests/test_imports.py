@@ -9,9 +9,10 @@ FLOORS = {
     0: {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh"},
     1: {"subspace", "codecs"},
     2: {"method", "optim", "data", "export", "metrics", "watch"},
-    3: {"model", "topology", "pipeline", "checkpoint", "launch", "run", "device", "probe"},
+    3: {"model", "topology", "pipeline", "checkpoint", "launch", "meeting", "run", "device", "linkrate"},
     4: {"trainer", "generate", "calibrate"},
-    5: {"cli", "runner", "trial", "verify", "inference", "publish", "race", "report", "page", "worker", "__init__", "__main__"},
+    5: {"cli", "probe", "runner", "trial", "verify", "inference", "publish", "race", "report", "page", "faults", "status", "worker"}
+    | {"__init__", "__main__"},
 }
 # Rooms of one floor that stand on each other.
 SIDEWAYS = {
@@ -19,7 +20,7 @@ SIDEWAYS = {
     *(("planner", room) for room in ("config", "errors", "sizes", "schedule", "lab")),
     *(("optim", "method"), ("trainer", "generate"), ("trainer", "calibrate")),
     *(("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology")),
-    *(("probe", "topology"), ("probe", "launch")),
+    *(("linkrate", "topology"), ("launch", "meeting"), ("meeting", "topology")),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 TORCH_FREE = {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "data"}

@@ -197,7 +197,7 @@ def test_every_parameter_has_one_optimizer() -> None:
         for hidden in ("adamw", "muon"):
             stage = build(method)
             optimizer = Optimizer(stage.roles(), OptimConfig(hidden=hidden), 32)  # type: ignore[arg-type]
-            held = [p for part in optimizer._parts.values() for group in part.param_groups for p in group["params"]]
+            held = [p for group in optimizer._groups for _, p in group.members]
             assert {id(p) for p in held} == {id(p) for p in stage.parameters()} and len(held) == len({id(p) for p in held})
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from itertools import combinations, pairwise, permutations
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise, permutations, product
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from thinpipe.config import Config, ThinpipeError, from_dict
 from thinpipe.lab import Link, Measured
-from thinpipe.planner import chain, costs_by_formula, find_gpu, order, recommend, simulate
-from thinpipe.probe import describe, probe, rounds
+from thinpipe.linkrate import rounds
+from thinpipe.planner import balance, chain, costs_by_formula, find_gpu, order, recommend, simulate
+from thinpipe.probe import describe, layers_for, probe
 from thinpipe.schedule import actions
 
 GPU = find_gpu("cpu")
@@ -27,7 +28,7 @@ Matrix = list[list[Measured | None]]
 def config(stages: int, **groups: dict[str, Any]) -> Config:
     given = tiny(pipeline={"stages": stages, "micro_batches": 8} | groups.pop("pipeline", {}), **groups)
     given["compression"] = {"rank": 8, "segments": stages} | groups.get("compression", {})
-    given["model"] = given["model"] | {"layers": max(8, stages)}
+    given["model"] = given["model"] | {"layers": max(8, stages)} | groups.get("model", {})
     return from_dict(given).check()
 
 
@@ -149,6 +150,27 @@ def test_chain_is_free_inside_a_machine_and_a_star_where_all_is_alike() -> None:
     assert [link.up for link in chain(neighbours, (0, 1, 2), 3)] == [80e6, 9e6]
 
 
+def test_layers_go_where_they_are_done_first() -> None:
+    drawn = random.Random(4)
+    for _ in range(20):
+        seconds = [drawn.uniform(1, 4) for _ in range(4)]
+        head, layers = drawn.choice([0.0, 3.0]), drawn.randint(4, 14)
+
+        def slowest(given: Sequence[int], seconds: list[float] = seconds, head: float = head) -> float:
+            return max(n * s + (head if i == 3 else 0) for i, (n, s) in enumerate(zip(given, seconds, strict=True)))
+
+        every = [given for given in product(range(1, layers), repeat=4) if sum(given) == layers]
+        assert slowest(balance(seconds, layers, head)) == pytest.approx(min(map(slowest, every)))
+
+
+def test_machines_of_one_speed_keep_even_shares() -> None:
+    run = config(4, model={"layers": 12}, compression={"segments": 4})
+    assert layers_for([0.010, 0.011, 0.010, 0.0105], run, VOCAB) is None
+    faster = layers_for([0.010, 0.005, 0.010, 0.010], run, VOCAB)
+    assert faster is not None and sum(faster) == 12 and faster[1] == max(faster)
+    assert layers_for([0.01, 0.005], config(2, model={"layers": 12}, compression={"segments": 4}), VOCAB) is None
+
+
 # What is printed
 
 
@@ -156,14 +178,17 @@ def test_describe_marks_slow_links_and_says_what_to_type() -> None:
     mbit = {(0, 1): 80.0, (0, 2): 79.0, (1, 2): 8.0}
     rows = [{"from": i, "to": j, "mbit": mbit[min(i, j), max(i, j)], "round_trip_ms": 50.0} for i, j in permutations(range(3), 2)]
     machines = [{"host": name, "address": f"10.0.0.{number}"} for number, name in enumerate(["ash", "oak", "elm"], 1)]
+    for machine, seconds in zip(machines, (0.02, 0.01, 0.04), strict=True):
+        machine["layer_seconds"] = seconds
     told = {"machines": machines, "here": 2, "links": rows, "rank": 12}
     times = {"present": 0.9, "reordered": 0.3, "recommended": 0.31}
-    text = describe(told | {"order": [1, 0, 2], "seconds_per_step": times})
+    text = describe(told | {"order": [1, 0, 2], "seconds_per_step": times, "layers": None})
     assert text.count("*8 / 50") == 2 and text.count("80 / 50") == 2
     typed = [line.split() for line in text.splitlines() if "--network.node_rank" in line]
     assert [(line[1], line[4]) for line in typed] == [("10.0.0.2", "0"), ("10.0.0.1", "1"), ("10.0.0.3", "2")]
     assert "this machine" in text.splitlines()[-2] and "--compression.rank 12" in text
-    same = describe(told | {"order": [0, 1, 2], "seconds_per_step": times, "rank": None})
+    same = describe(told | {"order": [0, 1, 2], "seconds_per_step": times, "rank": None, "layers": [2, 5, 1]})
+    assert "--pipeline.layers-per-segment 2 5 1" in same and "layers-per-segment" not in text
     assert "--network.node_rank" not in same and "--compression.rank" not in same
 
 

@@ -15,6 +15,7 @@ from thinpipe.config import Config, ThinpipeError, from_dict, to_dict
 from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
+from thinpipe.pipeline import Tally
 from thinpipe.publish import export_run
 from thinpipe.run import open_run, result_of
 from thinpipe.topology import connect
@@ -201,3 +202,24 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     for field, value in (("rank", 4), ("method", "none")):
         with pytest.raises(ThinpipeError, match=rf"compression\.{field}"):
             open_run(config(tmp_path / field, corpus, compression=warm["compression"] | {field: value}))
+
+
+def test_a_spike_rolls_back_and_skips_its_batches(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"steps": 24, "checkpoint_every": 6, "roll_back_above": 1.5, "eval_every": 0}
+    original, asked = Trainer.train_step, []
+
+    def train_step(self: Trainer, step: int) -> Tally:
+        total = original(self, step)
+        asked.append(step + self.skipped)
+        return replace(total, loss=50.0) if asked[-1] == 14 else total
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    result = run(config(tmp_path / "run", corpus, train=steps))
+    # Step 15 has the spike; the checkpoint is that of step 12, and batches 12 to 14 are left out.
+    assert asked == [*range(15), *range(15, 27)] and result.steps == 24
+    events = list(read_events(tmp_path / "run" / "metrics.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 25))
+    (told,) = [event["text"] for event in events if event["event"] == "complaint"]
+    assert told == "step 15 was a spike of the loss: back to step 12, 3 batches are left out"
+    # What the rest computes is what a run from that checkpoint with the later batches computes.
+    assert all(event["loss"] < 50 for event in events if event["event"] == "step")

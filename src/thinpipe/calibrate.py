@@ -17,6 +17,7 @@ from . import launch
 from .config import Config
 from .data import prepare
 from .device import pick_device, share_cores, use_bf16
+from .linkrate import measure_links
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
@@ -33,7 +34,6 @@ from .planner import (
     message_bytes,
     tied_bytes_per_step,
 )
-from .probe import measure_links
 from .run import open_run
 from .topology import Topology
 

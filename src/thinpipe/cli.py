@@ -159,6 +159,14 @@ class Report(Output):
     """Folder for the PNG files and report.html."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Status(Output):
+    """How a run stands: step, loss, speed, what its links carry, restarts, refused steps, complaints."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of the run."""
+
+
 def _train(args: Train) -> dict[str, Any] | None:
     from .runner import train
 
@@ -375,6 +383,15 @@ def _report(args: Report) -> dict[str, Any]:
     return result
 
 
+def _status(args: Status) -> dict[str, Any]:
+    from .status import describe, status
+
+    told = status(Path(args.run))
+    if not args.json:
+        _table(f"{told['run']}: {told['method']}, {told['stages']} stages", describe(told))
+    return told
+
+
 COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]] = {
     "train": (Train, _train),
     "verify": (Verify, _verify),
@@ -386,6 +403,7 @@ COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]]
     "probe": (Probe, _probe),
     "lab": (Lab, _lab),
     "race": (Race, _race),
+    "status": (Status, _status),
 }
 
 
@@ -428,6 +446,8 @@ def parse(argv: Sequence[str]) -> Output:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         raise SystemExit(0 if argv else 2)
+    if (odd := next((argument for argument in argv if not _is_text(argument)), None)) is not None:
+        raise ThinpipeError(f"the argument {odd!r} is not UTF-8; write it, or rename the file, in plain letters")
     name, *rest = argv
     if name not in COMMANDS:
         raise ThinpipeError(f"unknown command {name!r}; commands are {', '.join(COMMANDS)}")
@@ -462,6 +482,9 @@ def _parse_race(rest: Sequence[str]) -> Race:
 
 def _options(kind: type[_Kind], name: str, rest: Sequence[str], default: dict[str, Any]) -> _Kind:
     """The options of a command over its defaults."""
+    given = [argument.partition("=")[0].replace("_", "-") for argument in rest if argument.startswith("--") and len(argument) > 2]
+    if twice := next((option for option in given if given.count(option) > 1), None):
+        raise ThinpipeError(f"{twice} is given twice; keep one")
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
@@ -481,6 +504,14 @@ def _stored_config(rest: Sequence[str]) -> Path | None:
             if value and stored.is_file():
                 return stored
     return None
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:  # Python keeps such bytes as halves of surrogate pairs
+        return False
+    return True
 
 
 def _plain_error(box: str, command: str) -> str:
@@ -516,6 +547,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 1 if type(error).__name__ == "PeerLost" else 2
     except KeyboardInterrupt:
         status = 130
+    except OSError as error:  # one that nobody expected: a name too long, a disk that fails
+        if debug:
+            raise
+        _say(f"thinpipe: {error.filename or 'the system'}: {error.strerror or error}; give another path, or mend that disk")
+        status = 2
     except Exception as error:
         if type(error).__name__ == "Stopped":
             status = 130

@@ -93,42 +93,19 @@ def start(
         for name in ("elastic", "distributed_c10d"):
             logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     meeting = meeting if meeting.name else replace(meeting, name=uuid.uuid4().hex)
-    quiet = {rank: Std.ALL if rank else Std.NONE for rank in range(processes)}
+    argv = ("-m", "thinpipe.worker", command, str(folder), *arguments)
     in_a_row, saved = 0, restarts.saved()
     rendezvous: Rendezvous | None = None
     try:
         while True:
+            rendezvous = rendezvous or _meet(meeting, say)
             try:
-                if rendezvous is None:
-                    await_host(meeting, say)
-                    rendezvous = Rendezvous.at(meeting, say)
-                spec = WorkerSpec(
-                    role="default",
-                    local_world_size=processes,
-                    rdzv_handler=rendezvous,
-                    entrypoint=sys.executable,
-                    args=("-m", "thinpipe.worker", command, str(folder), *arguments),
-                    max_restarts=0,
-                    monitor_interval=0.1,
-                    local_addr=meeting.address,
-                )
-                specs = DefaultLogsSpecs(log_dir=str(logs or folder / "logs"), redirects=quiet)
-                agent = _Agent(spec, specs)
-                result: RunResult | None = agent.run()
-            except RendezvousClosedError:
-                raise ThinpipeError("the run was ended by another machine; the cause stands there") from None
-            except RendezvousTimeoutError:
-                raise ThinpipeError(
-                    f"the machines of the run did not meet at {meeting.endpoint} within {meeting.patience:g} s "
-                    "(network.patience); are all of them started?"
-                ) from None
-            except RendezvousError:
+                cause = _live(rendezvous, meeting, processes, argv, logs or folder / "logs")
+            except RendezvousError as error:
                 say(f"lost the meeting's host {meeting.endpoint}")
-                rendezvous = None
-                continue
-            if result is None or not result.is_failed():  # None: a spare that was not needed
+                rendezvous, cause = None, Lost(f"the meeting's host {meeting.endpoint} can't be reached ({error})")
+            if cause is None:
                 return
-            cause = _explain([failure for failure in result.failures.items() if failure[1].pid not in agent.ended])
             if not isinstance(cause, Lost):
                 raise cause
             now = restarts.saved()
@@ -146,6 +123,56 @@ def start(
         if rendezvous is not None:
             with contextlib.suppress(RendezvousError):
                 rendezvous.shutdown()
+
+
+def _meet(meeting: Meeting, say: Say) -> Rendezvous:
+    """Raises ThinpipeError if the meeting's host can't be reached within its patience."""
+    deadline = time.monotonic() + meeting.patience
+    while True:
+        await_host(meeting, say)
+        try:
+            return Rendezvous.at(meeting, say)
+        except RendezvousError as error:
+            if meeting.is_host or time.monotonic() > deadline:
+                raise ThinpipeError(
+                    f"no meeting at {meeting.endpoint} ({error.__cause__ or error}); is that port another program's?"
+                ) from None
+            time.sleep(1.0)
+
+
+def _live(rendezvous: Rendezvous, meeting: Meeting, processes: int, argv: tuple[str, ...], logs: Path) -> Exception | None:
+    """Meet, start this machine's stages and wait for their end: None, or why they failed.
+
+    Raises:
+        RendezvousError: the meeting's host is lost.
+        ThinpipeError: the machines did not meet, or another one has ended the run.
+    """
+    quiet = {rank: Std.ALL if rank else Std.NONE for rank in range(processes)}
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=processes,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=argv,
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr=meeting.address,
+    )
+    try:
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=quiet))
+        result: RunResult | None = agent.run()
+    except RendezvousClosedError:
+        raise ThinpipeError("the run was ended by another machine; the cause stands there") from None
+    except RendezvousTimeoutError:
+        raise ThinpipeError(
+            f"the machines of the run did not meet at {meeting.endpoint} within {meeting.patience:g} s (network.patience); "
+            "are all of them started?"
+        ) from None
+    except OSError as error:
+        raise ThinpipeError(f"the stages' logs can't be written: {error}; make room") from None
+    if result is None or not result.is_failed():  # None: a spare that was not needed
+        return None
+    return _explain([(rank, failure) for rank, failure in result.failures.items() if failure.pid not in agent.ended])
 
 
 class _Agent(LocalElasticAgent):

@@ -6,14 +6,19 @@ Legend: K rank, D stream width, T_KK the transport of coordinates into a new bas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from .config import OptimConfig, TrainConfig
 from .method import Role
+
+Rule = Literal["adamw", "row-constant", "muon"]
 
 
 def row_constant_adamw(
@@ -51,33 +56,23 @@ def row_constant_adamw(
     p.addcdiv_(m, root, value=-lr / (1 - betas[0] ** step))
 
 
-class RowConstantAdamW(torch.optim.Optimizer):
-    """`row_constant_adamw` as a torch optimizer; each group has its `coordinates` dimension."""
-
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, width: int) -> None:
-        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0, "coordinates": 0, "width": width})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "coordinates", "width")}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.zeros_like(p.select(group["coordinates"], 0).unsqueeze(group["coordinates"]))
-                state["step"] += 1
-                row_constant_adamw(p, p.grad, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), **options)
-
-
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")  # they live in the parameter's own coordinates
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Parameters that share a rule, a weight decay and, in the subspace, the dimension of their coordinates."""
+
+    rule: Rule
+    weight_decay: float
+    coordinates: int | None
+    members: list[tuple[str, nn.Parameter]]
+
+
 class Optimizer:
-    """Every parameter of a stage under the optimizer that its role asks for.
+    """Every parameter of a stage under the rule that its role asks for.
+
+    AdamW is torch's function, not its class: making a torch.optim.Optimizer imports torch's compiler, two seconds of every start.
 
     Args:
         parameters: name, parameter and role (`Stage.roles`).
@@ -85,23 +80,18 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter, Role]], config: OptimConfig, width: int) -> None:
-        self.config = config
+        self.config, self.width = config, width
         self.named = {name: (parameter, role) for name, parameter, role in parameters}
-        groups: dict[str, dict[tuple[float, int | None], dict[str, Any]]] = {"muon": {}, "row-constant": {}, "adamw": {}}
-        for parameter, role in self.named.values():
+        groups: dict[tuple[Rule, float, int | None], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for name, (parameter, role) in self.named.items():
             decay = config.weight_decay if role.kind in ("hidden", "head") else 0.0
-            group = groups[self._kind(role)].setdefault((decay, role.coordinates), {"params": [], "weight_decay": decay})
-            group["params"].append(parameter)
-            if self._kind(role) == "row-constant":
-                group["coordinates"] = role.coordinates
-        made: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
-            "muon": lambda g: torch.optim.Muon(g, lr=0.0, adjust_lr_fn="match_rms_adamw"),
-            "row-constant": lambda g: RowConstantAdamW(g, config.betas, config.eps, width),
-            "adamw": lambda g: torch.optim.AdamW(g, lr=0.0, betas=config.betas, eps=config.eps, fused=True),
-        }
-        self._parts = {kind: make(list(groups[kind].values())) for kind, make in made.items() if groups[kind]}
+            groups[self._rule(role), decay, role.coordinates].append((name, parameter))
+        self._groups = [_Group(*key, members) for key, members in groups.items()]
+        self._state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.named}
+        muon = [{"params": [p for _, p in g.members], "weight_decay": g.weight_decay} for g in self._groups if g.rule == "muon"]
+        self._muon = torch.optim.Muon(muon, lr=0.0, adjust_lr_fn="match_rms_adamw") if muon else None
 
-    def _kind(self, role: Role) -> str:
+    def _rule(self, role: Role) -> Rule:
         if role.kind == "hidden" and self.config.hidden == "muon":
             return "muon"
         return "adamw" if role.coordinates is None else "row-constant"
@@ -110,36 +100,95 @@ class Optimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter, _ in self.named.values()]
 
+    @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
         """One step at learning rate `lr` with all gradients times `scale` (the global clip)."""
         if scale != 1.0:
             torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], scale)
-        for part in self._parts.values():
-            for group in part.param_groups:
-                group["lr"] = lr
-            part.step()
+        for group in self._groups:
+            if group.rule == "adamw":
+                self._adamw(group, lr)
+            elif group.rule == "row-constant":
+                self._row_constant(group, lr)
+        if self._muon is not None:
+            for options in self._muon.param_groups:
+                options["lr"] = lr
+            self._muon.step()
+
+    def _adamw(self, group: _Group, lr: float) -> None:
+        members = [(p, p.grad, self._moments(name, p, p)) for name, p in group.members if p.grad is not None]
+        if not members:
+            return
+        states = [state for *_, state in members]
+        adamw(
+            [p for p, *_ in members],
+            [grad for _, grad, _ in members],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            lr=lr,
+            weight_decay=group.weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+
+    def _row_constant(self, group: _Group, lr: float) -> None:
+        assert group.coordinates is not None
+        for name, p in group.members:
+            if p.grad is None:
+                continue
+            state = self._moments(name, p, p.select(group.coordinates, 0).unsqueeze(group.coordinates))
+            state["step"] += 1
+            row_constant_adamw(
+                p,
+                p.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                int(state["step"]),
+                lr=lr,
+                betas=self.config.betas,
+                eps=self.config.eps,
+                weight_decay=group.weight_decay,
+                coordinates=group.coordinates,
+                width=self.width,
+            )
+
+    def _moments(self, name: str, parameter: torch.Tensor, second_like: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self._state[name]
+        if not state:
+            state["step"] = torch.zeros((), device=self._counts_on(name))
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(second_like)
+        return state
+
+    def _counts_on(self, name: str) -> torch.device:
+        """Torch's fused AdamW counts steps beside the parameter; whoever reads the count wants it in host memory."""
+        parameter, role = self.named[name]
+        return parameter.device if self._rule(role) == "adamw" else torch.device("cpu")
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def _of(self, name: str) -> dict[str, torch.Tensor]:
+        parameter, role = self.named[name]
+        return self._muon.state[parameter] if self._muon is not None and self._rule(role) == "muon" else self._state[name]
+
     def state(self) -> dict[str, torch.Tensor]:
         """Moments and step counts as "parameter name/key" to tensor (not copied)."""
-        return {
-            f"{name}/{key}": value
-            for name, (parameter, role) in self.named.items()
-            for key, value in self._parts[self._kind(role)].state[parameter].items()
-        }
+        return {f"{name}/{key}": value for name in self.named for key, value in self._of(name).items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state()` of a run with the same parameters gave."""
         for full, value in state.items():
             name, key = full.rsplit("/", 1)
-            parameter, role = self.named[name]
-            # Step counts stay in host memory, as torch keeps them.
-            self._parts[self._kind(role)].state[parameter][key] = (
-                value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-            )
+            device = self._counts_on(name) if key == "step" else self.named[name][0].device
+            self._of(name)[key] = value.to(device, copy=True)
 
     @torch.no_grad()
     def transport(self, T_KK: torch.Tensor) -> None:
@@ -147,10 +196,10 @@ class Optimizer:
 
         Row-constant second moments don't depend on the basis.
         """
-        for parameter, role in self.named.values():
+        for name, (parameter, role) in self.named.items():
             if role.coordinates is None:
                 continue
-            state = self._parts[self._kind(role)].state[parameter]
+            state = self._of(name)
             moments = [state[key] for key in FIRST_MOMENTS if key in state]
             for tensor in (parameter, *moments):
                 T = T_KK.to(tensor.device)

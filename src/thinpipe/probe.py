@@ -1,150 +1,28 @@
-"""`thinpipe probe`: the links between the machines of a run, and what to make of them.
-
-One process per machine joins. Pairs are measured in rounds; in a round no machine belongs to two pairs.
-"""
+"""`thinpipe probe`: the links between the machines of a run and their speeds, and what to make of them. One process per machine joins."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import launch
+from .calibrate import time_passes
 from .config import Config, ThinpipeError, dump, to_dict
+from .device import pick_device, share_cores, use_bf16
 from .lab import Measured
+from .linkrate import measure_links, rounds
 from .meeting import meeting
 from .metrics import write_whole
-from .planner import find_gpu, recommend
+from .model import build_stages
+from .planner import balance, find_gpu, recommend
 from .topology import Topology
 
-_PING_TAG, _BULK_TAG, _ASK_TAG = 20, 21, 22
-_PINGS = 6
-_MESSAGES = 16  # of a transfer, all in flight
-_FIRST, _LARGEST = 1 << 12, 1 << 20  # bytes of a message: a transfer holds 64 KiB to 16 MiB
-_AGREE = 0.9  # the second fastest transfer of the full size against the fastest; others were held up, by a loss for instance
-
-Pair = tuple[int, int]
-
-
-def measure_links(here: Topology, seconds: float = 1.0, pairs: Sequence[Pair] | None = None) -> list[list[Measured | None]]:
-    """What Gloo moves from every process i to every j, at [i][j] of the result, on every process. COLLECTIVE.
-
-    The round trip is that of the fastest of a few small messages, whose receives were posted before; the rate that of many
-    messages in flight. A pair takes about twice `seconds` + 25 round trips, more below 1 Mbit/s and where TCP is slow to get up
-    to speed; every wait ends with the group's deadline.
-
-    Args:
-        pairs: which ones to measure, both ways, the same on all processes (None: all). 0.2 s do for a first idea.
-
-    Raises PeerLost that names a process which did not answer.
-    """
-    found: list[list[Measured | None]] = [[None] * here.stages for _ in range(here.stages)]
-    for round_ in rounds(here.stages, pairs):
-        mine = [_measure(here, *pair, seconds) for pair in round_ if here.stage in pair]
-        for told in here.gather(mine):  # nobody begins the next round before all are here
-            for source, target, rate, round_trip in (each for pair in told for each in pair):
-                found[source][target] = Measured(rate, round_trip)
-    return found
-
-
-def rounds(machines: int, pairs: Sequence[Pair] | None = None) -> list[list[Pair]]:
-    """The pairs (None: all), each in one of a few rounds; all pairs take as many rounds as machines at most.
-
-    Pairs of equal (i + j) mod machines have no machine in common.
-    """
-    packed: list[list[Pair]] = []
-    wanted = combinations(range(machines), 2) if pairs is None else pairs
-    for pair in sorted(wanted, key=lambda pair: (sum(pair) % machines, pair)):
-        free = next((each for each in packed if not any(set(pair) & set(other) for other in each)), None)
-        if free is None:
-            packed.append(free := [])
-        free.append(pair)
-    return packed
-
-
-def _measure(here: Topology, first: int, second: int, seconds: float) -> list[tuple[int, int, float, float]]:
-    """On both machines of a pair. What this one has seen of it: source, target, Mbit/s, round trip in ms."""
-    peer = second if here.stage == first else first
-    round_trip = _ping(here, peer, begins=here.stage == first)
-    seen = []
-    for source, target in ((first, second), (second, first)):
-        if here.stage == source:
-            _send(here, target)
-        else:
-            seen.append((source, target, _receive(here, source, round_trip, seconds) / 1e6, 1e3 * round_trip))
-    return seen
-
-
-def _ping(here: Topology, peer: int, begins: bool) -> float:
-    """Seconds there and back: the shortest of a few, since a busy processor only adds. The first one waits for the peer to come."""
-    receives = [here.irecv(torch.empty(1, dtype=torch.uint8), peer, _PING_TAG) for _ in range(_PINGS)]
-    sent, seconds = [], []
-
-    def send() -> None:
-        sent.append(here.isend(torch.zeros(1, dtype=torch.uint8), peer, _PING_TAG))
-
-    for receive in receives:
-        began = time.monotonic()
-        if begins:
-            send()
-        here.wait(receive, peer)
-        if not begins:
-            send()
-        seconds.append(time.monotonic() - began)
-    for work in sent:
-        here.wait(work, peer)
-    return min(seconds[1:])
-
-
-def _receive(here: Topology, peer: int, round_trip: float, seconds: float) -> float:
-    """Bit/s from `peer`: ask for transfers that grow until they take long enough or hold the most.
-
-    A transfer lasts a round trip, from the asking, and what its bytes take. When its parts arrive tells nothing: what stands in
-    order behind a lost packet arrives late and all at once. One of a few round trips only shows how TCP gets up to speed.
-    """
-    buffer, long = torch.empty(_LARGEST, dtype=torch.uint8), max(seconds / 4, 2 * round_trip)
-    size, before, latest = _FIRST, 0.0, time.monotonic() + 4 * seconds
-    full: list[float] = []
-    while True:
-        # Gloo moves nothing before the receive is posted: all are, so that the messages follow each other without a gap.
-        receives = [here.irecv(buffer[:size], peer, _BULK_TAG) for _ in range(_MESSAGES)]
-        began = time.monotonic()
-        _ask(here, peer, size)
-        for receive in receives:
-            here.wait(receive, peer)
-        rate = 8 * size * _MESSAGES / max(time.monotonic() - began - round_trip, 1e-4)
-        # Long enough at the speed of the one before, too: where that was faster, this one may have been held up.
-        enough = max(rate, before) * long / 8 / _MESSAGES
-        full = [*full, rate] if size >= min(0.8 * enough, _LARGEST) else []
-        agree = len(full) > 1 and sorted(full)[-2] >= _AGREE * max(full)
-        if agree or time.monotonic() > latest:
-            _ask(here, peer, 0)
-            return max(full, default=rate)
-        size, before = size if full else min(4 * size, _LARGEST), rate
-
-
-def _ask(here: Topology, peer: int, size: int) -> None:
-    here.wait(here.isend(torch.tensor([size]), peer, _ASK_TAG), peer)
-
-
-def _send(here: Topology, peer: int) -> None:
-    """Send the transfers that `peer` asks for until it asks for none."""
-    buffer, asked = torch.zeros(_LARGEST, dtype=torch.uint8), torch.empty(1, dtype=torch.int64)
-    request = here.irecv(asked, peer, _ASK_TAG)
-    while True:
-        here.wait(request, peer)
-        if not (size := int(asked)):
-            return
-        request = here.irecv(asked, peer, _ASK_TAG)
-        for work in [here.isend(buffer[:size], peer, _BULK_TAG) for _ in range(_MESSAGES)]:
-            here.wait(work, peer)
+_ALIKE = 1.15  # machines' speeds closer than this are equal
 
 
 def probe(config: Config, say: Callable[[str], None] = print, debug: bool = False) -> dict[str, Any]:
@@ -176,8 +54,41 @@ def probe(config: Config, say: Callable[[str], None] = print, debug: bool = Fals
     return seen | {
         "order": list(advice.order),
         "rank": advice.rank,
+        "layers": layers_for([seen["machines"][i]["layer_seconds"] for i in advice.order], config, vocab),
         "seconds_per_step": {"present": advice.present, "reordered": advice.reordered, "recommended": advice.recommended},
     }
+
+
+def layers_for(seconds: Sequence[float], config: Config, vocab: int) -> list[int] | None:
+    """Layers of each segment where machines differ in speed, in the order of their places; None where even shares do.
+
+    Args:
+        seconds: of a layer on each machine.
+    """
+    stages, layers = config.pipeline.stages, int(config.sizes()["layers"])
+    if max(seconds) <= _ALIKE * min(seconds) or config.segments != stages:
+        return None
+    spec = config.spec(vocab)
+    block = 4 * spec.width**2 + 3 * spec.width * spec.hidden  # multiply-adds a token, about; the head has vocab x width
+    share = stages // len(seconds)
+    per_stage = [each for each in seconds for _ in range(share)]
+    return list(balance(per_stage, layers, head=seconds[-1] * spec.vocab * spec.width / block))
+
+
+def _layer_seconds(config: Config, here: Topology, vocab: int) -> float:
+    """Forward and backward of a micro-batch through one layer on this machine, all machines at once. COLLECTIVE."""
+    share_cores(here)
+    three = replace(
+        config,
+        model=replace(config.model, layers=3),
+        compression=replace(config.compression, segments=3),
+        pipeline=replace(config.pipeline, stages=3, layers_per_segment=()),
+    )
+    (stage,) = build_stages(three, vocab, [1])  # neither embeds nor has the head
+    device = pick_device(config.run.device, here.local_rank)
+    stage.to(device)
+    stage.bf16 = use_bf16(config.run.precision, device)
+    return sum(time_passes(stage, here, config.micro_batch, 1.0))
 
 
 def probe_machine(config: Config, here: Topology, address: str) -> dict[str, Any]:
@@ -186,7 +97,9 @@ def probe_machine(config: Config, here: Topology, address: str) -> dict[str, Any
     groups = to_dict(config)
     planned = [groups[group] for group in ("model", "compression", "pipeline", "plan")]
     here.require_equal("the config", [*planned, config.train.batch], "start all with the same CONFIG and options")
-    machines = [{"host": host, "address": address} for host, address in here.gather([here.host, address])]
+    vocab = config.sizes().get("vocab", config.data.vocab)
+    mine = {"host": here.host, "address": address, "layer_seconds": _layer_seconds(config, here, vocab)}
+    machines = here.gather(mine)
     links = [
         {"from": i, "to": j, "mbit": link.rate, "round_trip_ms": link.round_trip}
         for i, row in enumerate(measure_links(here))
@@ -222,4 +135,10 @@ def describe(result: dict[str, Any]) -> str:
             lines += [f"  {names[i]:{wide}}  --network.node_rank {place}{'  (this machine)' if i == result['here'] else ''}"]
     if result["rank"] is not None:
         lines += [f"rank that hides behind compute: --compression.rank {result['rank']} ({seconds['recommended']:.3g} s a step)"]
+    if result["layers"] is not None:
+        speeds = ", ".join(f"{1e3 * machines[i]['layer_seconds']:.3g}" for i in order)
+        lines += [
+            f"machines differ in speed ({speeds} ms a layer and micro-batch, in that order): "
+            f"--pipeline.layers-per-segment {' '.join(map(str, result['layers']))}"
+        ]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from .run import finished, open_run, result_of
 from .topology import Topology, connect, under_launcher
 from .trainer import Result, Trainer
 
-_RUN = "run"  # in a machine's scratch folder: where the run is
+_MEMORY = "memory.json"  # in a machine's scratch folder
 
 
 def _say(line: str) -> None:
@@ -77,8 +77,14 @@ def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | N
 
 def _run_of(scratch: Path) -> str | None:
     """The run's folder, once an earlier life of this machine's stages has learnt it."""
-    told = scratch / _RUN
-    return told.read_text(encoding="utf-8") if told.exists() else None
+    return remembered(scratch).get("run")
+
+
+def remembered(scratch: Path) -> dict[str, Any]:
+    """What an earlier life on this machine has left for the next one: "run", its folder, and "place", in the pipeline."""
+    told = scratch / _MEMORY
+    memory: dict[str, Any] = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {}
+    return memory
 
 
 def join(config: Config, topology: Topology, scratch: Path) -> None:
@@ -87,7 +93,11 @@ def join(config: Config, topology: Topology, scratch: Path) -> None:
     known = next((run for run in topology.gather(_run_of(scratch)) if run is not None), None)
     if known is not None:
         config = replace(config, run=replace(config.run, dir=known))
-    summary = train_together(config, topology, opened=lambda run: write_whole(scratch / _RUN, run))
+
+    def opened(run: str) -> None:
+        write_whole(scratch / _MEMORY, to_json({"run": run, "place": topology.place}))
+
+    summary = train_together(config, topology, opened=opened)
     write_whole(scratch / f"result-{topology.local_rank}.json", to_json(summary and asdict(summary)))
 
 

@@ -50,6 +50,11 @@ class Topology:
     group: dist.ProcessGroup
 
     @property
+    def place(self) -> int:
+        """This machine's place in the pipeline."""
+        return self.stage // self.local_world
+
+    @property
     def is_first(self) -> bool:
         return self.stage == 0
 
@@ -161,27 +166,33 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def _stage_of(store: dist.Store, rank: int, world: int, node_rank: int | None) -> int:
-    """This process's stage: that of its machine's network.node_rank; machines without one take the places that are left."""
+def _stage_of(store: dist.Store, rank: int, world: int, wanted: int | None, before: int | None) -> int:
+    """This process's stage: its machine's place is the one it wants, else the one it had before, else one that is left."""
     local, machine = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
-    store.set(f"place/{rank}", json.dumps([machine, node_rank, local]))
+    store.set(f"place/{rank}", json.dumps([machine, wanted, before, local]))
     told = [json.loads(store.get(f"place/{r}")) for r in range(world)]
-    wanted = {machine: place for machine, place, _ in told}
-    given = [place for place in wanted.values() if place is not None]
-    if len(set(given)) != len(given):
+    machines = {machine: (wanted, before) for machine, wanted, before, _ in told}
+    places = {machine: wanted for machine, (wanted, _) in machines.items() if wanted is not None}
+    if len(set(places.values())) != len(places):
         raise ThinpipeError("network.node_rank is the same on two machines; give each its own")
-    left = iter(sorted(set(range(len(wanted))) - set(given)))
-    places = {machine: next(left) if wanted[machine] is None else wanted[machine] for machine in sorted(wanted)}
-    return sorted(range(world), key=lambda r: (places[told[r][0]], told[r][2])).index(rank)
+    left = set(range(len(machines))) - set(places.values())
+    # Who stays where it was has its checkpoints there; a machine without a past takes a lost one's place.
+    for machine, (_, before) in sorted(machines.items()):
+        if machine not in places and before in left:
+            places[machine] = before
+            left.remove(before)
+    places |= zip(sorted(machines.keys() - places.keys()), sorted(left), strict=True)
+    return sorted(range(world), key=lambda r: (places[told[r][0]], told[r][3])).index(rank)
 
 
 @contextlib.contextmanager
-def connect(timeout: float, node_rank: int | None = None) -> Iterator[Topology]:
+def connect(timeout: float, node_rank: int | None = None, before: int | None = None) -> Iterator[Topology]:
     """Join the processes of this run, or be a pipeline of one when started alone.
 
     Args:
         timeout: seconds that any wait for a peer may last.
-        node_rank: this machine's place in the pipeline (None: one that is left, in the launcher's order).
+        node_rank: this machine's place in the pipeline (None: the one it had before, else one that is left).
+        before: its place in an earlier life of the run, if it had one.
 
     Raises:
         PeerLost: the others did not come within the deadline.
@@ -197,7 +208,7 @@ def connect(timeout: float, node_rank: int | None = None) -> Iterator[Topology]:
             if (interface := _interface_of(address_towards(master, port))) is not None:
                 env.setdefault("GLOO_SOCKET_IFNAME", interface)
             store = next(rendezvous("env://", rank, world, timeout=deadline))[0]
-            rank = _stage_of(store, rank, world, node_rank)
+            rank = _stage_of(store, rank, world, node_rank, before)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
         except ThinpipeError:
             raise

@@ -17,7 +17,7 @@ import torch
 
 from . import launch, subspace
 from .calibrate import choose_schedule
-from .checkpoint import Checkpoint, Checkpointer, find
+from .checkpoint import Checkpoint, Checkpointer, find, newest_step
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
 from .device import pick_device, share_cores, use_bf16
@@ -350,8 +350,11 @@ class Trainer:
     def _resume(self) -> int | None:
         found = find(self.folder / "checkpoints", self.here, self.wants, self._say)
         if found is None:
+            folder = self.folder / "checkpoints"
+            if any(step is not None for step in self.here.gather(newest_step(folder))):
+                raise ThinpipeError(f"no checkpoint in {folder} is whole; bring its files, or remove the folder to begin anew")
             if self.here.is_first and any(event["event"] == "step" for event in read_events(self.folder / "metrics.jsonl")):
-                self._say(f"{self.folder / 'checkpoints'} holds no checkpoint; training begins anew")
+                self._say(f"{folder} holds no checkpoint; training begins anew")
             return None
         if found.facts["data"] != self.digest:
             raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")

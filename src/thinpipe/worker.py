@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import launch
+from . import faults, launch
 from .config import load
 from .metrics import to_json, write_whole
 from .topology import connect
@@ -18,10 +18,14 @@ def main() -> None:
     launch.die_with_parent()
     with launch.reporting_failures():
         config = load(folder / "config.toml")
-        with connect(config.network.timeout, config.network.node_rank) as topology, topology.naming_peers():
-            if command == "join":
-                from .runner import join
+        before = None
+        if command == "join":
+            from .runner import join, remembered
 
+            before = remembered(folder).get("place")
+        with connect(config.network.timeout, config.network.node_rank, before) as topology, topology.naming_peers():
+            faults.arm(topology.stage)
+            if command == "join":
                 join(config, topology, folder)
             elif command == "probe":
                 from .probe import probe_machine

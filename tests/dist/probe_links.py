@@ -3,7 +3,7 @@
 import json
 import os
 
-from thinpipe.probe import measure_links
+from thinpipe.linkrate import measure_links
 from thinpipe.topology import connect
 
 with connect(30.0) as here:

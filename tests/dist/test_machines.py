@@ -29,8 +29,9 @@ def test_machines_take_their_places_and_auto_changes_no_number(tmp_path: Path, c
     path = str(write(tmp_path, corpus, pipeline={"stages": 4, "schedule": "auto"}))
     meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2"]
     # The second place meets where it is itself; the first stage's machine is the other one.
+    meet += ["--run.dir", "r", "--json"]
     machines = [
-        start(tmp_path, "train", path, *meet, "--network.addr", f"127.0.0.{2 - rank}", "--network.node-rank", str(rank), "--run.dir", "r", "--json")
+        start(tmp_path, "train", path, *meet, "--network.addr", f"127.0.0.{2 - rank}", "--network.node-rank", str(rank))
         for rank in range(2)
     ]
     (status, out, err), (other_status, other_out, other_err) = (finish(machine) for machine in machines)

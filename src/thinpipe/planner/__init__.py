@@ -7,7 +7,7 @@ schedule = "auto", `simulate` and `bound` take costs of any origin. docs/planner
 from .costs import GPU, GPUS, UTILISATION, Costs, calibrate, costs_by_formula, find_gpu
 from .counts import Memory, message_bytes, parameters, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes, wire_bytes_per_token
 from .draw import draw_timeline, draw_widths, square_cube
-from .order import Recommendation, chain, recommend
+from .order import Recommendation, balance, chain, recommend
 from .planning import Plan, Suggestion, at_least_possible, in_flight_limits, memory_by_stage, plan, suggest, what_binds
 from .search import Choice, best_schedule, bound
 from .simulation import Row, Timeline, simulate
@@ -25,6 +25,7 @@ __all__ = [
     "Suggestion",
     "Timeline",
     "at_least_possible",
+    "balance",
     "best_schedule",
     "bound",
     "calibrate",

@@ -156,4 +156,4 @@ def _figure(width: float, height: float) -> tuple[Any, Axes]:
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    figure.savefig(path, bbox_inches="tight", metadata={"Software": None})
+    figure.savefig(path, format="png", bbox_inches="tight", metadata={"Software": None})
