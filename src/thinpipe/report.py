@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from PIL import Image
 
 from .config import Config, ThinpipeError, from_dict
 from .metrics import read_events
@@ -102,10 +103,16 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def write_picture(path: Path, write: Callable[[Path], None]) -> None:
-    """Have a PNG written whole or not at all: `write` gets the path of a file beside it. Raises OSError."""
+    """Have a PNG written whole or not at all: `write` gets the path of a file beside it. Raises OSError.
+
+    A palette makes it three times smaller and looks the same.
+    """
     beside = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         write(beside)
+        with Image.open(beside) as picture:
+            small = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        small.save(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -145,9 +152,14 @@ def _read_run(folder: Path, name: str) -> Run:
     if not path.is_file():
         raise ThinpipeError(f"{folder} holds no metrics.jsonl; give the folder of a run, such as runs/demo-1")
     try:
-        events = list(read_events(path))
-    except OSError as error:
-        raise ThinpipeError(f"{path} can't be read: {error.strerror}") from None
+        return _digest(folder, name, list(read_events(path)))
+    except ThinpipeError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ThinpipeError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
     kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         kinds[str(event.get("event"))].append(event)
@@ -276,7 +288,7 @@ def loss_figure(runs: Sequence[Run], against: Against) -> Figure:
         handles.append(Line2D([], [], linewidth=3, label=_literal(run.label + final), **style))
     axes.set_ylim(*_loss_range(runs))
     axes.set_ylabel("loss (nats per token)")
-    if max(ends) > 20 * min(ends):  # else one line is squeezed against the axis
+    if against == "bytes" and max(ends) > 4 * min(ends):  # a compressed run's line would be squeezed against the axis
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:

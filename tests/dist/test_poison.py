@@ -42,8 +42,8 @@ def test_steps_refused_in_a_row_end_the_run_with_the_checkpoint_before(tmp_path:
     [
         ("{", "can't be read"),
         ('[{"what": "kill", "stage": 1}]', "is no fault"),
-        ('[{"what": "bribe", "stage": 1, "step": 2}]', "what = 'bribe' has the wrong type"),
-        ('[{"what": "kill", "stage": "one", "step": 2}]', "stage = 'one'"),
+        ('[{"what": "bribe", "stage": 1, "step": 2}]', "what = 'bribe' can't be used"),
+        ('[{"what": "kill", "stage": "one", "step": 2}]', "stage = 'one' can't be used"),
     ],
 )
 def test_a_plan_of_faults_that_is_none(tmp_path: Path, text: str, named: str) -> None:
