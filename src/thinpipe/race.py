@@ -85,6 +85,10 @@ def race(
     Raises:
         ThinpipeError: configs that can't be compared (the field is named), or as training does.
     """
+    if seeds < 1:
+        raise ThinpipeError(f"--seeds {seeds} must be at least 1")
+    if target is not None and not math.isfinite(target):
+        raise ThinpipeError(f"--target {target} is no loss; give a finite number")
     _check(entries)
     if timing == "auto":
         timing = "lab" if unavailable() is None else "planner"
@@ -234,10 +238,10 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
     late = np.concatenate([curve.losses[:, len(curve.steps) // 8 :].ravel() for curve in curves])
     axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     ends = [curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)]
     if max(ends) > 20 * min(ends):
         axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # a scale brings its own
     axes.set_xlabel(label)
     axes.set_ylabel("validation loss (nats per token)")
     figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
