@@ -30,7 +30,7 @@ from thinpipe.faults import Fault
 from thinpipe.lab import Lab, lab, parse_links
 from thinpipe.metrics import read_events, write_whole
 
-HOSTS, STEPS, LINK, TIMEOUT = 4, 150, "80mbit,10ms", 6.0
+HOSTS, STEPS, LINK, TIMEOUT = 4, 150, "80mbit,10ms", 10.0
 _LOST = re.compile(r"lost the connection to|heard nothing|can't reach")
 _LONGEST = 900  # seconds that a case may take
 

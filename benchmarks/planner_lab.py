@@ -1,6 +1,7 @@
 """The planner against the lab: planned and measured seconds per step, by `thinpipe lab` itself.
 
     python benchmarks/planner_lab.py [--out runs/planner-lab] [--steps 40]   # needs the lab: root or unshare -rmn
+    python benchmarks/planner_lab.py --spots   # tokens/s against depth, context, stages and rate: docs/planner_spots.png
 
 Each setting is a run of its own: calibrated with all its stages computing at once, planned, then trained. A setting whose
 result is in --out already is not run again.
@@ -43,38 +44,78 @@ SETTINGS: list[tuple[int, int, int, str, str]] = [
 ]
 
 
-def config(stages: int, micro_batches: int, rank: int, schedule: str, steps: int) -> Config:
+# One thing at a time away from four stages of two layers, contexts of 64 tokens, k = 8, 20 Mbit/s and 25 ms one way.
+BASE = {"layers": 8, "context": 64, "stages": 4, "Mbit/s": 20}
+SPOTS = {"layers": (4, 8, 16), "context": (32, 64, 256), "stages": (2, 4, 8), "Mbit/s": (0.5, 2, 20)}
+
+
+def config(stages: int, micro_batches: int, rank: int, schedule: str, steps: int, **model: int) -> Config:
     compression = {"method": "subspace", "rank": rank} if rank else {"method": "none"}
     return from_dict(
         {
-            "model": MODEL,
+            "model": MODEL | model,
             "data": {"vocab": 512},
-            "compression": compression | {"segments": 8},
+            "compression": compression | {"segments": max(stages, 4) if model else 8},
             "pipeline": {"stages": stages, "micro_batches": micro_batches, "schedule": schedule},
             "train": {"steps": steps, "batch": micro_batches, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "sample": ""},
         }
     ).check()
 
 
-def run(folder: Path, setting: tuple[int, int, int, str, str], steps: int) -> dict[str, Any]:
+def run(folder: Path, setting: tuple[int, int, int, str, str], steps: int, **model: int) -> dict[str, Any]:
     *shape, link = setting
     done = folder / "lab.json"
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         toml = folder.with_suffix(".toml")
-        toml.write_text(dump(config(*shape, steps)))
+        toml.write_text(dump(config(*shape, steps, **model)))
         command = [sys.executable, "-m", "thinpipe", "lab", str(toml), "--link", link, "--run.dir", str(folder), "--json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600)
     result: dict[str, Any] = json.loads(done.read_text())
     return result
 
 
+def spots(out: Path, steps: int) -> None:
+    """Measure them, print planned and measured tokens/s, and draw both."""
+    from matplotlib.figure import Figure
+
+    from thinpipe.report import COLOURS, clean, save
+
+    figure = Figure(figsize=(7.0, 5.2), layout="constrained")
+    for axes, (axis, values) in zip(figure.subplots(2, 2).flat, SPOTS.items(), strict=True):
+        planned, measured = [], []
+        for value in values:
+            at = BASE | {axis: value}
+            setting = (int(at["stages"]), 8, 8, "wan", f"{at['Mbit/s']}mbit,25ms")
+            name = "-".join(str(each) for each in at.values())
+            result = run(out / f"spot-{name}", setting, steps, layers=int(at["layers"]), context=int(at["context"]))
+            tokens = 8 * at["context"]
+            planned.append(tokens / result["planned_seconds_per_step"])
+            measured.append(tokens / result["seconds_per_step"])
+            print(f"| {axis} {value:g} | {planned[-1]:,.0f} | {measured[-1]:,.0f} | {measured[-1] / planned[-1] - 1:+.1%} |", flush=True)
+        clean(axes)
+        axes.plot(values, planned, "o-", color=COLOURS[0], markerfacecolor="white", markersize=7, label="planned")
+        axes.plot(values, measured, "x", color=COLOURS[1], markersize=7, label="measured in the lab")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(axis)
+        axes.set_ylabel("tokens/s")
+    figure.axes[0].legend(frameon=False, loc="best")
+    save(figure, Path(__file__).parents[1] / "docs/planner_spots.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="runs/planner-lab")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--spots", action="store_true")
     arguments = parser.parse_args()
+    if arguments.spots:
+        spots(Path(arguments.out), arguments.steps)
+        return
     print(f"{'stages':>6} {'M':>3} {'k':>5} {'schedule':>8} {'links':>38} {'planned':>8} {'measured':>8} {'error':>6} {'emulator':>8}")
     errors = []
     for number, setting in enumerate(SETTINGS):
