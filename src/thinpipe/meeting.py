@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -22,6 +23,8 @@ from .topology import address_towards
 _HEARTBEAT = 1  # seconds between a machine's signs of life
 _HEARTBEATS = 6  # missing ones after which its place is free
 _SILENCE = 10  # seconds after which a connection to the meeting's host that answers nothing is given up
+_CLOCK = "thinpipe/clock"  # the host's, in the meeting's store
+_TICK = 0.3  # seconds between two of its settings
 _QUIET = 3.0  # seconds of waiting for others that go without a word
 
 Say = Callable[[str], None]
@@ -100,13 +103,20 @@ class Rendezvous(DynamicRendezvousHandler):
 
     @classmethod
     def at(cls, meeting: Meeting, say: Say) -> Rendezvous:
-        """Raises RendezvousError if the meeting's host can't be reached."""
+        """Raises RendezvousError if the meeting's host can't be reached, ThinpipeError if its clock differs from this machine's."""
         # With torch's shared store a machine keeps the address of the first round's leader and waits there for ever
         # when another one leads the next.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         options = {"is_host": meeting.is_host, "read_timeout": _SILENCE}
         parameters = RendezvousParameters("c10d", meeting.endpoint, meeting.name, meeting.nodes, meeting.nodes, meeting.address, **options)
         backend, store = create_backend(parameters)
+        if meeting.is_host and meeting.nodes > 1:
+            threading.Thread(target=keep_time, args=(store,), daemon=True).start()
+        elif not meeting.is_host:
+            try:
+                check_clock(store, meeting.endpoint)
+            except RuntimeError as error:  # the store's; ours is no such
+                raise RendezvousError("lost the store") from error
         made = cls.from_backend(
             meeting.name,
             store,
@@ -151,6 +161,31 @@ class Rendezvous(DynamicRendezvousHandler):
             if line != told and time.monotonic() > quiet:
                 self.say(line)
                 told = line
+
+
+def keep_time(store: Store) -> None:
+    """On the meeting's host: write its clock into the store, again and again."""
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        while True:
+            store.set(_CLOCK, repr(time.time()))
+            time.sleep(_TICK)
+
+
+def check_clock(store: Store, endpoint: str) -> None:
+    """Raises ThinpipeError if this machine's clock differs from the meeting host's so much that its signs of life look old."""
+    before, deadline = None, time.monotonic() + 20 * _TICK
+    while time.monotonic() < deadline:
+        if store.check([_CLOCK]):
+            reading = float(store.get(_CLOCK))
+            if before is not None and reading != before:  # so this one is fresh
+                if abs(off := time.time() - reading) > _HEARTBEATS * _HEARTBEAT / 2:
+                    raise ThinpipeError(
+                        f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} that of {endpoint}; "
+                        "set both (NTP does): machines that meet compare times"
+                    )
+                return
+            before = reading
+        time.sleep(_TICK / 3)
 
 
 def _give_up_silence(endpoint: str) -> None:

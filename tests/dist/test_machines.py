@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_command import command, finish, start, write
+from torch.distributed import TCPStore
 
 from thinpipe.config import NetworkConfig, ThinpipeError
-from thinpipe.meeting import meeting
+from thinpipe.meeting import check_clock, keep_time, meeting
 from thinpipe.metrics import read_events
 
 
@@ -68,3 +71,18 @@ def test_a_meeting_that_can_not_be_is_told_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", port)):
         met = meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}", addr="127.0.0.2", nodes=2), "m")
     assert (met.address, met.is_host, met.nodes, met.name) == ("127.0.0.2", False, 2, "m")
+
+
+@pytest.mark.parametrize("off", [0.0, 3600.0, -3600.0])
+def test_a_clock_that_is_off_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch, off: float) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threading.Thread(target=keep_time, args=(store,), daemon=True).start()
+    joiner = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    real = time.time
+    here = threading.get_ident()
+    monkeypatch.setattr(time, "time", lambda: real() + (off if threading.get_ident() == here else 0.0))
+    if not off:
+        check_clock(joiner, "10.0.0.1:29400")
+        return
+    with pytest.raises(ThinpipeError, match=f"3600 s {'ahead of' if off > 0 else 'behind'} that of 10.0.0.1:29400; set both"):
+        check_clock(joiner, "10.0.0.1:29400")
