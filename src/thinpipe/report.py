@@ -201,8 +201,9 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
         val_loss=evals["val_loss"][validated],
         refused=[int(step) for step in columns["step"][refusals]],
         complaints=[(event.get("step", 0), str(event.get("text"))) for event in kinds["complaint"]],
-        ranks=kinds["ranks"],
-        moves=kinds["move"],
+        # Those that a broken disk has left whole enough to be drawn.
+        ranks=[event for event in kinds["ranks"] if isinstance(event.get("k"), int) and isinstance(event.get("matrices"), dict)],
+        moves=[event for event in kinds["move"] if isinstance(event.get("angles"), list)],
         schedule=schedule,
         result=result,
         lab=_read_object(folder / "lab.json"),

@@ -116,6 +116,7 @@ def train_together(
     """
     if topology.stages != config.pipeline.stages:
         raise ThinpipeError(f"pipeline.stages = {config.pipeline.stages} but {topology.stages} processes were started; make them equal")
+    _require_one_config(config, topology)
     facts: dict[str, Any] = {}
     if topology.is_first:
         try:
@@ -140,3 +141,26 @@ def train_together(
     Path(facts["dir"]).mkdir(parents=True, exist_ok=True)
     opened(facts["dir"])
     return Trainer(config, topology, Path(facts["dir"]), launch.StopRequest()).fit()
+
+
+def _require_one_config(config: Config, topology: Topology) -> None:
+    """Raise ThinpipeError that names the first field that differs between two machines. COLLECTIVE."""
+    groups = to_dict(config)
+    groups["model"] |= config.sizes()
+    # Files may lie elsewhere on another machine; what is in them is compared when it has been read.
+    files = {"model.hf_config", "model.init_from", "compression.init_from", "run.dir", "run.device"}
+    named = {
+        f"{group}.{key}": value
+        for group in ("run", "model", "compression", "pipeline", "train", "optim")
+        for key, value in groups[group].items()
+    }
+    mine = {name: value for name, value in named.items() if name not in files} | {"data.source": groups["data"].get("source")}
+    everyone = topology.gather([topology.host, mine])
+    first_host, first = everyone[0]
+    for stage, (host, theirs) in enumerate(everyone):
+        for name in sorted(first.keys() | theirs.keys()):
+            if first.get(name) != theirs.get(name):
+                raise ThinpipeError(
+                    f"{name} is {first.get(name)!r} on {first_host} (stage 0) and {theirs.get(name)!r} on {host} (stage {stage}); "
+                    "start all machines with the same config and options"
+                )

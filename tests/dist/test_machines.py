@@ -56,6 +56,24 @@ def test_two_machines_of_one_place_are_told(tmp_path: Path, corpus: dict[str, An
         assert status == 2 and "network.node_rank is the same on two machines" in err and "Traceback" not in err
 
 
+def test_a_config_that_differs_is_found_at_the_start(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    path = str(write(tmp_path, corpus, pipeline={"stages": 2}))
+    meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2", "--run.dir", "r"]
+    more: dict[int, list[str]] = {1: [], 2: ["--optim.lr", "0.01"]}
+    machines = [start(tmp_path, "train", path, *meet, "--network.addr", f"127.0.0.{each}", *more[each]) for each in (1, 2)]
+    for status, _, err in [finish(machine) for machine in machines]:
+        assert status == 2 and "optim.lr is 0.004 on" in err and "and 0.01 on" in err and "Traceback" not in err, err
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_machine_that_does_not_come_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    path = str(write(tmp_path, corpus, pipeline={"stages": 2}))
+    meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2", "--network.patience", "6"]
+    status, _, err = command(tmp_path, "train", path, *meet)
+    assert status == 2 and "waiting for 1 of 2 machines; 127.0.0.1 here" in err and "did not meet at 127.0.0.1:" in err, err
+    assert "within 6 s (network.patience)" in err and "Traceback" not in err
+
+
 def test_a_meeting_that_can_not_be_is_told_before_anything_starts() -> None:
     port = free_port()
     with pytest.raises(ThinpipeError, match=r"no way to no-such-host\.invalid"):
