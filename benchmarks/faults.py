@@ -126,10 +126,10 @@ def attack(
             for machine in machines:
                 if machine.process is not None and machine.process.poll() is None:
                     os.killpg(machine.process.pid, signal.SIGKILL)
-    fired = sorted([*faults.happened(plan).values(), *outside])
-    ends = [*fired[1:], float("inf")]
+    fired = sorted([*faults.happened(plan).values(), *((when, None) for when in outside)])
+    ends = [*(when for when, _ in fired[1:]), float("inf")]
     return {
-        "faults": [figures(machines, planned, when, until) for when, until in zip(fired, ends, strict=True)],
+        "faults": [figures(machines, when, step, until) for (when, step), until in zip(fired, ends, strict=True)],
         "equal": losses(run) == undisturbed(out),
         "loss": losses(run)[-1],
         "commands_started_again": started_again,
@@ -137,22 +137,21 @@ def attack(
     }
 
 
-def figures(machines: list[Machine], planned: list[Fault], when: float, until: float) -> dict[str, Any]:
-    """What the fault at time `when` did, until the next one: seconds after it, None where nothing was said."""
+def figures(machines: list[Machine], when: float, step: int | None, until: float) -> dict[str, Any]:
+    """What the fault at time `when`, in `step`, did until the next one: seconds after it, None where nothing was said."""
     told = [at for machine in machines if (at := machine.first(_LOST, when)) is not None and at < until]
     first = machines[0]
-    again, resumed = (first.first(pattern, when) for pattern in (r"^step [0-9]+ ", r"resumed from step|training begins anew"))
-    resumed = resumed if resumed is not None and resumed < until else None
-    again = first.first(r"^step [0-9]+ ", resumed) if resumed is not None else None
-    begun = first.first("starting again", when)
-    step = next((line for at, line in first.lines if resumed is not None and at >= resumed), "")
+    begun, resumed = first.first("starting again", when), first.first(r"resumed from step|training begins anew", when)
+    again = None if resumed is None or resumed >= until else first.first(r"^step [0-9]+ ", resumed)
+    line = next((line for at, line in first.lines if at == resumed), "") if again is not None else ""
+    begins = int(found[1]) if (found := re.search("resumed from step ([0-9]+)", line)) else 0
     return {
         "neighbour": min(told) - when if told else None,
         "everyone": max(told) - when if told else None,
         "stages_that_told": len(told),
         "again": again - when if again is not None else None,
-        "start": resumed - begun if resumed is not None and begun is not None and begun < resumed else None,
-        "resumed": step,
+        "start": again - begun if again is not None and begun is not None and begun < again else None,
+        "steps_lost": step - 1 - begins if again is not None and step is not None else None,
     }
 
 
@@ -215,7 +214,7 @@ def cases() -> dict[str, tuple[list[Fault], Callable[[Lab, list[Machine], Path],
 
 
 def with_small_disk(out: Path, name: str, *rest: Any) -> dict[str, Any]:
-    """The case on a disk of 12 MB of its own."""
+    """The case on a disk of 24 MB of its own."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     disk = out / "disk"
@@ -231,15 +230,16 @@ def with_small_disk(out: Path, name: str, *rest: Any) -> dict[str, Any]:
 
 def row(name: str, result: dict[str, Any]) -> str:
     if result.get("hung"):
-        return f"| {name} | **hung** | | | | | |"
+        return f"| {name} | **hung** | | | | | | |"
     told = [fault for fault in result["faults"] if fault["neighbour"] is not None]
 
-    def span(key: str) -> str:
+    def span(key: str, form: str = ".1f") -> str:
         found = [fault[key] for fault in result["faults"] if fault[key] is not None]
-        return f"{median(found):.1f} ({max(found):.1f})" if found else "–"
+        return f"{median(found):{form}} ({max(found):{form}})" if found else "–"
 
     return (
         f"| {name} | {len(result['faults'])} | {span('neighbour')} | {span('everyone')} | {span('again')} | {span('start')} | "
+        f"{span('steps_lost', '.0f')} | "
         f"{'equal' if result['equal'] else format(result['loss'], '.4f')} |" + ("" if told or "kill" not in name else " nobody noticed |")
     )
 
@@ -255,7 +255,9 @@ def main() -> None:
         parser.error(f"no case {', '.join(unknown)}; there are: {'; '.join(all_cases)}")
     out.mkdir(parents=True, exist_ok=True)
     print(f"undisturbed: loss {undisturbed(out)[-1]:.4f}", flush=True)
-    print("| fault | times | neighbour notices, s | all notice | trains again | of it start | final loss |\n|---|---|---|---|---|---|---|")
+    print("medians, and the worst in brackets; seconds after the fault")
+    heads = ["fault", "times", "neighbour notices", "all notice", "trains again", "of it start", "steps lost", "final loss"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for turn in range(arguments.repeat):
         for name in arguments.only or all_cases:
             stored = out / f"{name}{f' {turn}' * (turn > 0)}.json"

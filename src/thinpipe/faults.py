@@ -57,9 +57,10 @@ def write(path: Path, faults: Sequence[Fault]) -> None:
     path.write_text(json.dumps([asdict(fault) for fault in faults], indent=1), encoding="utf-8")
 
 
-def happened(path: Path) -> dict[int, float]:
-    """When the faults of a file happened (time.time()), by their place in it."""
-    return {int(mark.suffix[1:]): float(mark.read_text()) for mark in path.parent.glob(f"{path.name}.*")}
+def happened(path: Path) -> dict[int, tuple[float, int]]:
+    """When the faults of a file happened (time.time()) and in which step, by their place in it."""
+    told = {int(mark.suffix[1:]): mark.read_text().split() for mark in path.parent.glob(f"{path.name}.*")}
+    return {number: (float(when), int(step)) for number, (when, step) in told.items()}
 
 
 def draw(seed: int, count: int, stages: int, steps: range, what: What = "kill") -> list[Fault]:
@@ -155,7 +156,7 @@ class _Armed:
             return False
         try:
             with open(f"{self.path}.{number}", "x") as mark:
-                mark.write(repr(time.time()))
+                mark.write(f"{time.time()!r} {self.step}")
         except FileExistsError:
             return False
         return True
