@@ -100,7 +100,7 @@ def spots(out: Path, steps: int) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(planned + measured))
         axes.set_xlabel(axis)
         axes.set_ylabel("tokens/s")
     figure.axes[0].legend(frameon=False, loc="best")

@@ -192,7 +192,8 @@ def compare(link: str, micro_batches: list[int], repeats: int, stages: int, kind
                     result = run(net.hosts, case)
                     if result["compute"] is not None:
                         forward, backward = zip(*result["compute"], strict=True)
-                        costs = planner.Costs(forward, backward, (0.0,) * stages, message, message)
+                        cores = len(os.sched_getaffinity(0))  # which the stages share
+                        costs = planner.Costs(forward, backward, (0.0,) * stages, message, message, cores=cores)
                     best = planner.best_schedule(costs, links, count).makespan
                     least = planner.bound(costs, links, count)
                     for (name, warmup), row in zip(rows, result["rows"], strict=True):

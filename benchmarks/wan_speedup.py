@@ -1,6 +1,6 @@
 """Subspace against dense training of a real model over a link as thin, for its compute, as the paper's.
 
-    python benchmarks/wan_speedup.py [--steps 12]   # needs the lab: root or unshare -rmn
+    python benchmarks/wan_speedup.py [--steps 8]   # needs the lab: root or unshare -rmn
 
 The paper's setting: Llama 8B, one block of width 4,096 per stage on an L4, 80 Mbit/s. A token costs a stage 6 x (parameters of a block)
 FLOPs and, dense, 2 x 4,096 x 2 bytes on the wire. Here the link is chosen so that one second of a stage's measured compute stands
@@ -20,7 +20,7 @@ from typing import Any
 from thinpipe.calibrate import calibrate
 from thinpipe.config import Config, dump, from_dict
 
-WIDTH, RANK, LAYERS, STAGES, MICRO_BATCHES, CONTEXT = 512, 5, 4, 4, 24, 64
+WIDTH, RANK, LAYERS, STAGES, MICRO_BATCHES, CONTEXT = 512, 5, 4, 4, 40, 64
 DELAY = 0.025  # seconds one way
 
 
@@ -58,7 +58,7 @@ def lab(folder: Path, rank: int, link: str, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     ratio, arithmetic = published_ratio()
     costs = calibrate(config(0, arguments.steps))

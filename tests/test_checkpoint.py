@@ -41,7 +41,7 @@ class Room:
         self.barrier = threading.Barrier(stages, timeout=20)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ThreadTopology(Topology):
     room: Room
 

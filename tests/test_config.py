@@ -60,11 +60,13 @@ FIELDS = {
         "checkpoint_every",
         "keep_last",
         "keep_every",
+        "max_refused",
+        "roll_back_above",
         "watch_every",
         "sample",
     },
     "optim": {"lr", "warmup", "decay", "weight_decay", "betas", "eps", "hidden", "clip"},
-    "network": {"timeout", "rdzv", "nodes", "addr", "node_rank"},
+    "network": {"timeout", "restarts", "patience", "rdzv", "nodes", "addr", "node_rank"},
     "plan": {"link", "gpu", "tokens"},
 }
 

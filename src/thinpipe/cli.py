@@ -517,7 +517,7 @@ def _is_text(argument: str) -> bool:
 def _plain_error(box: str, command: str) -> str:
     """tyro's boxed message as one or two lines."""
     lines = [line.strip(_BOX) for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
-    lines = [line for line in lines if line][1:]  # the first is the box's title
+    lines = [line for line in lines if line.strip("-")][1:]  # the first is the box's title; dashes are its sides in ASCII
     ends = [i for i, line in enumerate(lines) if line.startswith(("Argument helptext", "For full helptext"))]
     text = " ".join(lines[: ends[0] if ends else None])
     text = re.sub(r" *\(default:.*?\)", "", text.removeprefix("Error parsing ")).strip().rstrip(".")

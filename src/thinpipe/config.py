@@ -6,6 +6,7 @@ The defaults are the embedded demo. A field's docstring is its help text on the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import tomllib
@@ -293,6 +294,11 @@ class Config:
         return self
 
 
+# Far beyond use; more would keep checks, plans and the tokenizer's training busy for ever, or fill all memory.
+LARGEST_VOCAB = 1 << 24
+_MOST_LAYERS, _MOST_SEQUENCES = 10_000, 1_000_000
+
+
 def _positive(group: Any, prefix: str, *names: str, least: float = 1) -> None:
     for name in names:
         value = getattr(group, name)
@@ -302,6 +308,10 @@ def _positive(group: Any, prefix: str, *names: str, least: float = 1) -> None:
 
 def _check(config: Config) -> None:
     c, p, t, o, d = config.compression, config.pipeline, config.train, config.optim, config.data
+    for group in dataclasses.fields(config):
+        values = getattr(config, group.name)
+        for name, kind in _kinds(values.__class__).items():  # what comes from a file has been checked, options and Python's values haven't
+            check_type(getattr(values, name), kind, f"{group.name}.{name}")
     sources = [f"model.{name}" for name in ("preset", "hf_config", "init_from") if getattr(config.model, name) is not None]
     if len(sources) > 1:
         raise ThinpipeError(f"{sources[0]} and {sources[1]} are both given; keep one of them")
@@ -315,6 +325,10 @@ def _check(config: Config) -> None:
         if not sizes[name] > 0:
             raise ThinpipeError(f"model.{name} = {sizes[name]} must be above 0")
     width, heads, kv_heads, layers = sizes["width"], sizes["heads"], sizes["kv_heads"], sizes["layers"]
+    vocabs = (("model.vocab", sizes.get("vocab", 0), LARGEST_VOCAB), ("data.vocab", d.vocab, LARGEST_VOCAB))
+    for name, value, most in (("model.layers", layers, _MOST_LAYERS), ("train.batch", t.batch, _MOST_SEQUENCES), *vocabs):
+        if value > most:
+            raise ThinpipeError(f"{name} = {value} is too large; it may be at most {most}")
     if width % heads or (width // heads) % 2:
         raise ThinpipeError(f"model.heads = {heads} doesn't divide model.width = {width} into even head sizes; try {max(1, width // 64)}")
     if heads % kv_heads:
@@ -361,7 +375,7 @@ def _check(config: Config) -> None:
         raise ThinpipeError(f"train.roll_back_above = {t.roll_back_above} must be above 1 (twice the usual loss: 2), or 0 for never")
     _positive(t, "train", "eval_every", "eval_batches", "checkpoint_every", "keep_every", "watch_every", least=0)
     if t.batch % p.micro_batches:
-        near = max(m for m in range(1, p.micro_batches + 1) if t.batch % m == 0)
+        near = max(m for m in range(1, min(p.micro_batches, t.batch) + 1) if t.batch % m == 0)
         raise ThinpipeError(
             f"train.batch = {t.batch} is not divisible by pipeline.micro_batches = {p.micro_batches}; {near} micro-batches would do"
         )
@@ -397,12 +411,14 @@ def _check_network(config: Config) -> None:
     _positive(n, "network", "restarts", least=0)
     if not re.fullmatch(r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", str(n.nodes)) or int(str(n.nodes).rpartition(":")[2]) < n.needed:
         raise ThinpipeError(f'network.nodes = {n.nodes!r} is no number of machines; write 4, or "4:5" for four and a spare one')
+    if n.addr is not None and not _is_host(n.addr):
+        raise ThinpipeError(f"network.addr = {n.addr!r} is no address; give this machine's, as in 10.0.0.2, or leave it out")
     if n.rdzv is None:
         if n.needed > 1:
             raise ThinpipeError(f"network.nodes = {n.nodes} needs network.rdzv = HOST:PORT, an address of one of the machines")
         return
     host, _, port = n.rdzv.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not _is_host(host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ThinpipeError(f"network.rdzv = {n.rdzv!r} is not HOST:PORT; write it as in 10.0.0.1:29400")
     if config.pipeline.stages % n.needed:
         raise ThinpipeError(
@@ -410,6 +426,20 @@ def _check_network(config: Config) -> None:
         )
     if n.node_rank is not None and not 0 <= n.node_rank < n.needed:
         raise ThinpipeError(f"network.node_rank = {n.node_rank} is no place among {n.needed} machines; use 0 to {n.needed - 1}")
+
+
+def _is_host(name: str) -> bool:
+    """Whether it can be looked up at all: an address with two dots in a row, for one, can't."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+@functools.cache
+def _kinds(group: Any) -> dict[str, Any]:
+    """Types of a group's fields."""
+    return typing.get_type_hints(group)
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -433,7 +463,7 @@ def from_dict(raw: dict[str, Any], where: str = "config") -> Config:
         if not isinstance(values, dict):
             raise ThinpipeError(f"{where}: {group} must be a table; write [{group}] and its fields below it")
         kind = typing.cast(type, groups[group])
-        hints = typing.get_type_hints(kind)
+        hints = _kinds(kind)
         for key, value in values.items():
             if key not in hints:
                 raise ThinpipeError(f"{where}: unknown field {group}.{key}; fields are {', '.join(hints)}")
@@ -445,11 +475,14 @@ def from_dict(raw: dict[str, Any], where: str = "config") -> Config:
 def load(path: str | Path) -> Config:
     """Read and check a TOML config. Raises ThinpipeError that names the file and the field."""
     try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark first
+        raw = tomllib.loads(text)
     except OSError as error:
         raise ThinpipeError(f"{path}: {error.strerror}; give the path of a TOML config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of thousands of digits; brackets in brackets
         raise ThinpipeError(f"{path} is not valid TOML: {error}") from None
+    if not text.strip():
+        raise ThinpipeError(f"{path} is empty; write a config into it, [run] is enough for the demo")
     return from_dict(raw, str(path))
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from thinpipe.config import Config, DataConfig, ThinpipeError
+from thinpipe.config import LARGEST_VOCAB, Config, DataConfig, ThinpipeError
 
 PAD = -1
 """No token here: ignored by the loss."""
@@ -127,7 +127,10 @@ def prepare(config: Config) -> Data:
     data, context = config.data, config.sizes()["context"]
     corpus = _corpus(data)
     default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/thinpipe"
-    cache = Path(data.cache or default).expanduser()
+    try:
+        cache = Path(data.cache or default).expanduser()
+    except RuntimeError as error:  # a home that there isn't
+        raise ThinpipeError(f"data.cache = {data.cache or default!r}: {_first_line(error)}; name a folder that can be written") from None
     entry = cache / _key(corpus, config)
     found = _load(entry, context, config.run.seed)
     if found is None:
@@ -255,7 +258,7 @@ def _build_text(name: str, documents: Callable[[], Iterator[str]], data: DataCon
         nonlocal val_bytes
         tail = [] if end_of_text is None else [end_of_text]
         for group in _groups(documents()):
-            for text, encoding in zip(group, tokenizer.encode_batch_fast(group, add_special_tokens=False), strict=True):
+            for text, encoding in zip(group, encode_all(tokenizer, group, name), strict=True):
                 val_bytes += held(text) * len(text.encode())
                 yield np.array(encoding.ids + tail, np.uint32), held(text)
 
@@ -263,7 +266,7 @@ def _build_text(name: str, documents: Callable[[], Iterator[str]], data: DataCon
         tokenizer = read_tokenizer(data.tokenizer)
     else:
         tokenizer = _train_tokenizer((text for text in documents() if not held(text)), data.vocab)
-    vocab, end_of_text = _entries(tokenizer), end_of_text_id(tokenizer)
+    vocab, end_of_text = entries(tokenizer), end_of_text_id(tokenizer)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     _write(folder, encoded(), vocab)
     return {"vocab": vocab, "end_of_text": end_of_text, "val_bytes": val_bytes}
@@ -296,7 +299,7 @@ def _train_tokenizer(documents: Iterator[str], vocab: int) -> Tokenizer:
 
 def _tokenizer_bytes(path: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        return Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise ThinpipeError(f"data.tokenizer: {path}: {error.strerror}; give the path of a tokenizer.json") from None
 
@@ -307,13 +310,24 @@ def read_tokenizer(path: str) -> Tokenizer:
     except ThinpipeError:
         raise
     except Exception as error:  # the library raises bare Exceptions
-        raise ThinpipeError(f"data.tokenizer: {path} is not a tokenizer.json: {_first_line(error)}") from None
+        raise ThinpipeError(f"data.tokenizer: {path} is not a tokenizer.json: {_first_line(error)}; write it anew") from None
+    if not 0 < entries(tokenizer) <= LARGEST_VOCAB:
+        what = f"ids up to {entries(tokenizer) - 1}, each a row of the embedding" if entries(tokenizer) else "no vocabulary"
+        raise ThinpipeError(f"data.tokenizer: {path} has {what}; give one with 1 to {LARGEST_VOCAB} ids")
     tokenizer.no_truncation()  # some files carry the limits of the model that they were made for
     tokenizer.no_padding()
     return tokenizer
 
 
-def _entries(tokenizer: Tokenizer) -> int:
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[Encoding]:
+    """Texts encoded without special tokens. Raises ThinpipeError that names `where` they come from if one can't be."""
+    try:
+        return list(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    except Exception as error:  # a word that is no entry, of a tokenizer without one for unknown words
+        raise ThinpipeError(f"{where} can't be encoded by its tokenizer: {_first_line(error)}; set another data.tokenizer") from None
+
+
+def entries(tokenizer: Tokenizer) -> int:
     """Ids may have holes; the embedding table needs rows up to the largest."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
@@ -329,12 +343,14 @@ def _build_tokens(files: Sequence[Path], config: Config, folder: Path) -> dict[s
     tokenizer = read_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     end_of_text = end_of_text_id(tokenizer) if tokenizer else None
     arrays = [_read_tokens(path, config.data.dtype) for path in files]
-    limits = [(config.sizes().get("vocab") or 1 << 32, "model.vocab")]
+    # Garbage, 16 bits read as 32 for instance, must not become an embedding of billions of rows.
+    given = config.sizes().get("vocab")
+    limits = [(given, "model.vocab") if given else (LARGEST_VOCAB, "the largest vocabulary")]
     if tokenizer:
-        limits.append((_entries(tokenizer), "data.tokenizer"))
+        limits.append((entries(tokenizer), "data.tokenizer"))
         (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     largest = max((_largest_id(path, ids, *min(limits)) for path, ids in zip(files, arrays, strict=True)), default=-1)
-    vocab = _entries(tokenizer) if tokenizer else largest + 1
+    vocab = entries(tokenizer) if tokenizer else largest + 1
 
     low = high = 0
     if end_of_text is not None and any((chunk == end_of_text).any() for ids in arrays for _, chunk in _chunks(ids)):
@@ -357,10 +373,12 @@ def _read_tokens(path: Path, dtype: str) -> np.ndarray:
 
 def _read_npy(path: Path) -> np.ndarray:
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):
-        ids = None
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        ids: np.ndarray = np.lib.format.open_memmap(path, mode="r")  # takes neither pickles nor archives, as numpy.load might
+    except OSError:
+        raise
+    except Exception:  # of many kinds, as the header is damaged
+        ids = np.empty(())
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ThinpipeError(f"{path}: not a whole .npy file of a one-dimensional array of integers; write the ids with numpy.save")
     return ids
 
@@ -390,7 +408,7 @@ def _largest_id(path: Path, ids: np.ndarray, limit: int, limited_by: str) -> int
     for start, chunk in _chunks(ids):
         if wrong := np.flatnonzero((chunk < 0) | (chunk >= limit)).tolist():
             what = f"token {start + wrong[0]} has id {chunk[wrong[0]]}, outside the {limit} ids of {limited_by}"
-            raise ThinpipeError(f"{path}: {what}; give files and {limited_by} that belong together")
+            raise ThinpipeError(f"{path}: {what}; give files, data.dtype and {limited_by} that belong together")
         largest = max(largest, int(chunk.max()))
     return largest
 
@@ -523,7 +541,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             try:
                 document = json.loads(text)[field]
                 document.encode()  # fails for what is not text, and for half of a surrogate pair
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ThinpipeError(f"{path}:{number}: no JSON object with text in {field!r}; mend the line or set data.field") from None
             yield document
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 import typing
 from typing import Any, Literal
@@ -19,7 +20,7 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(k) for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is tuple:
         return f"a list of {describe(typing.get_args(kind)[0])}"
-    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+    return {int: "a whole number", float: "a finite number", str: "a string", bool: "true or false"}[kind]
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -34,13 +35,20 @@ def _fits(value: Any, kind: Any) -> bool:
         return (
             len(value) == len(args) and all(map(_fits, value, args)) if args[-1] is not Ellipsis else all(_fits(v, args[0]) for v in value)
         )
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    return isinstance(value, kind)
+    if kind in (int, float):
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return number and (abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value))
+    return isinstance(value, kind) and not (kind is str and "\0" in value)  # no file's name has a NUL
 
 
 def check_type(value: Any, kind: Any, name: str) -> None:
     if not _fits(value, kind):
-        raise ThinpipeError(f"{name} = {value!r} has the wrong type; give {describe(kind)}")
+        raise ThinpipeError(f"{name} = {_shown(value)} can't be used; give {describe(kind)}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -211,7 +211,7 @@ def _files(folder: Path) -> dict[str, str]:
         files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         if any(Path(file).name != file for file in files.values()):
             raise ValueError("a file outside the folder")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ThinpipeError(f"{folder / INDEX} can't be used ({error}); copy the folder again") from None
     return files
 

@@ -20,7 +20,9 @@ def pick(logits_BV: torch.Tensor, temperature: float, top_p: float, generator: t
     """The next ids (B,): the likeliest at temperature 0, else drawn from the smallest set of probability `top_p`."""
     if temperature == 0:
         return logits_BV.argmax(-1)
-    probabilities, ids = (logits_BV.double() / temperature).softmax(-1).sort(dim=-1, descending=True)
+    logits_BV = logits_BV.double()
+    below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # so that no temperature makes the largest infinite
+    probabilities, ids = (below_BV / temperature).softmax(-1).sort(dim=-1, descending=True)
     before = probabilities.cumsum(-1) - probabilities
     kept = probabilities.masked_fill(before >= top_p, 0.0)  # the likeliest always stays
     return ids.gather(-1, kept.cpu().multinomial(1, generator=generator).to(ids.device)).squeeze(-1)

@@ -16,15 +16,16 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from . import launch
-from .checkpoint import find
-from .config import Config, ThinpipeError, load
-from .data import PAD, end_of_text_id, prepare, read_tokenizer
+from .checkpoint import MANIFEST, Checkpoint, find
+from .config import Config, ThinpipeError, from_dict, load
+from .data import PAD, encode_all, end_of_text_id, entries, prepare, read_tokenizer
 from .device import share_cores
+from .errors import check_type
 from .generate import generate
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .pipeline import Pipeline, share_owned, to_tensor
-from .run import TOKENIZER
+from .run import TOKENIZER, differences
 from .topology import Topology, connect
 
 
@@ -54,6 +55,11 @@ def load_config(folder: Path) -> Config:
     return load(folder / "config.toml")
 
 
+def _check_stages(stored: Config, stages: int) -> None:
+    if stages > stored.segments:
+        raise ThinpipeError(f"{stages} stages are more than this run's {stored.segments} segments; use at most {stored.segments}")
+
+
 def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
     """The newest whole checkpoint: the whole model, or with `topology` (COLLECTIVE) this process's stage of it.
 
@@ -62,8 +68,7 @@ def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
     """
     stored = load_config(folder)
     stage_number, stages = (topology.stage, topology.stages) if topology else (0, 1)
-    if stages > stored.segments:
-        raise ThinpipeError(f"{stages} stages are more than this run's {stored.segments} segments; use at most {stored.segments}")
+    _check_stages(stored, stages)
     alone = replace(stored.pipeline, stages=stages)
     config = replace(stored, pipeline=alone, data=replace(stored.data, source="local"))
     segments = config.segments_of_stage(stage_number, stages)
@@ -78,12 +83,28 @@ def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
     found = find(folder / "checkpoints", topology, wanted, _say)
     if found is None:
         raise ThinpipeError(f"{folder} has no checkpoint yet; train until train.checkpoint_every or to the end")
-    (stage,) = build_stages(config, found.facts["vocab"], [stage_number])
+    vocab, digest = _facts(found, stored, folder)
+    (stage,) = build_stages(config, vocab, [stage_number])
     stage.load_weights(found.tensors(stage.weights().keys() - (set() if stage.is_last else {"basis/U"})))
     if topology:
         share_owned(stage, topology)
     tokenizer = read_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
-    return Loaded(config, stage, found.step, found.facts["vocab"], found.facts["data"], tokenizer)
+    if tokenizer is not None and entries(tokenizer) > vocab:
+        raise ThinpipeError(f"{folder / TOKENIZER} has {entries(tokenizer)} ids and the run's model {vocab}; put back the run's own")
+    return Loaded(config, stage, found.step, vocab, digest, tokenizer)
+
+
+def _facts(found: Checkpoint, stored: Config, folder: Path) -> tuple[int, str]:
+    """Vocabulary and digest of the data that a checkpoint was trained with, once its config is known to be the run's."""
+    match found.facts:
+        case {"vocab": int(vocab), "data": str(digest), "config": dict(config)}:
+            trained = from_dict(config, str(found.folder / MANIFEST))
+        case _:
+            raise ThinpipeError(f"{found.folder / MANIFEST} doesn't tell vocab, data and config; restore it, or use another checkpoint")
+    for name, was, now in differences(trained, stored):
+        if name.startswith(("model.", "compression.")):
+            raise ThinpipeError(f"{name} was {was!r} in training and is {now!r} in {folder / 'config.toml'} now; put it back")
+    return vocab, digest
 
 
 def _say(line: str) -> None:
@@ -99,6 +120,8 @@ def evaluate(folder: Path, batches: int = 0) -> dict[str, Any]:
     Raises:
         ThinpipeError: as `load_run`, or the data is not what the run was trained on.
     """
+    if batches < 0:
+        raise ThinpipeError(f"--batches {batches} is too small; give at least 1, or 0 for all")
     run = load_run(folder)
     config = run.config
     data = prepare(config)
@@ -136,6 +159,7 @@ class Request:
             raise ThinpipeError(f"--temperature {self.temperature} must be 0 or above")
         if not 0 < self.top_p <= 1:
             raise ThinpipeError(f"--top-p {self.top_p} must be in (0, 1]")
+        check_type(self.seed, int, "--seed")
 
 
 def write(run: Loaded, topology: Topology, request: Request) -> Iterator[str]:
@@ -146,12 +170,12 @@ def write(run: Loaded, topology: Topology, request: Request) -> Iterator[str]:
     """
     if run.tokenizer is None:
         raise ThinpipeError("this run was trained on token files without a tokenizer; set data.tokenizer when training")
-    prompt = run.tokenizer.encode(request.prompt, add_special_tokens=False).ids
+    (encoded,) = encode_all(run.tokenizer, [request.prompt], "the prompt")
     end, stream = end_of_text_id(run.tokenizer), DecodeStream(skip_special_tokens=True)
     rounds = generate(
         run.stage,
         topology,
-        torch.tensor([prompt]),
+        torch.tensor([encoded.ids]),
         request.new_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -168,10 +192,12 @@ def write(run: Loaded, topology: Topology, request: Request) -> Iterator[str]:
 def write_staged(folder: Path, stages: int | None, request: Request, debug: bool = False) -> str:
     """The same over a pipeline of local processes, streamed to stdout by the first; returns prompt and text."""
     stored = load_config(folder)
+    stages = stages or stored.pipeline.stages
+    _check_stages(stored, stages)  # before so many processes start
     with tempfile.TemporaryDirectory(prefix="thinpipe-generate-") as scratch:
         answer = Path(scratch) / "answer.json"
         arguments = [json.dumps(asdict(request)), str(answer)]
-        launch.start("generate", folder, stages or stored.pipeline.stages, debug, logs=Path(scratch), arguments=arguments)
+        launch.start("generate", folder, stages, debug, logs=Path(scratch), arguments=arguments)
         return str(json.loads(answer.read_text(encoding="utf-8"))["text"])
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .config import ThinpipeError
+
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN or infinity; null says "no number"."""
@@ -45,15 +47,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a metrics.jsonl; a last line that a kill cut short is left out."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+    """The events of a metrics.jsonl; lines that a kill cut short or that are damaged are left out.
+
+    Raises ThinpipeError if the file is there and can't be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ThinpipeError(f"{path} can't be read: {error.strerror}; restore it, or move it away") from None
+    for line in text.split("\n"):  # not splitlines, which also ends lines at signs that JSON leaves inside of texts
+        with contextlib.suppress(ValueError, RecursionError):
+            match json.loads(line):
+                case {"event": str()} as event if isinstance(event.get("step", 0), int):
+                    yield event
 
 
 class Metrics:

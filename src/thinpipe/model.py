@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from .codecs import Codec, cross, make_codec
-from .config import Config, ModelSpec
+from .config import Config, ModelSpec, ThinpipeError
 from .data import PAD
 from .method import Dense, Role, make_method
 from .subspace import initial_basis
@@ -300,11 +300,14 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what is given of `weights()`; shapes must agree."""
+        """Take over what is given of `weights()`. Raises ThinpipeError if one has another shape or holds whole numbers."""
         for name, tensor in self.weights().items():
             if name in tensors:
-                assert tensors[name].shape == tensor.shape, name
-                tensor.copy_(tensors[name])
+                given = tensors[name]
+                if given.shape != tensor.shape or not given.is_floating_point():
+                    theirs, ours = (f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in (given, tensor))
+                    raise ThinpipeError(f"{name} is {theirs} instead of {ours}; restore the config or the file that it comes from")
+                tensor.copy_(given)
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter, Role]]:
         """Name, parameter and role of everything trained, in the model's order."""

@@ -57,8 +57,8 @@ def export_run(
     """
     if dtype not in ("float32", "bfloat16"):
         raise ThinpipeError(f"dtype = {dtype!r} can't be exported; use 'float32' or 'bfloat16'")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ThinpipeError(f"{out} is already there and not an empty folder; name a new one")
+    if out.exists() and (not out.is_dir() or any(out.iterdir()) or out.samefile(".")):  # whoever works in a folder would keep the old one
+        raise ThinpipeError(f"{out} is already there and not an empty folder to spare; name a new one")
     loaded = load_run(run)
     what = f"compression.method = {loaded.stage.method.name!r}" if not loaded.stage.method.is_plain_llama else ""
     what = what or (f"compression.stage_table = {loaded.config.compression.stage_table!r}" if loaded.stage.tables else "")

@@ -50,7 +50,8 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
         network = NetworkConfig(timeout=config.network.timeout, restarts=config.network.restarts, patience=config.network.patience)
         write_whole(folder / "config.toml", dump(replace(config, network=network)))
     except OSError as error:
-        raise ThinpipeError(f"run.dir = {str(folder)!r} can't be used: {error.strerror}; give a folder that can be written") from None
+        what = f"run.name = {config.run.name!r}" if folder is None else f"run.dir = {str(folder)!r}"
+        raise ThinpipeError(f"{what} can't be used: {error.strerror}; give run.dir a folder that can be written") from None
     return config, folder, remarks
 
 
@@ -83,11 +84,12 @@ def _with_static_seed(config: Config) -> Config:
 
 
 def _new_folder(name: str) -> Path:
-    number = 1
+    number, runs = 1, Path("runs")
+    runs.mkdir(exist_ok=True)
     while True:
-        folder = Path("runs") / f"{name}-{number}"
+        folder = runs / f"{name}-{number}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:
             number += 1
         else:
@@ -98,7 +100,7 @@ def _agree(old: Config, new: Config) -> tuple[Config, list[str]]:
     if new.compression.segments is None:
         new = replace(new, compression=replace(new.compression, segments=old.compression.segments))
     new.check()
-    for name, was, now in _differences(old, new):
+    for name, was, now in differences(old, new):
         raise ThinpipeError(
             f"{name} was {was!r} when the run began and is {now!r} now; put it back, or start a new run with another run.dir"
         )
@@ -112,7 +114,8 @@ def _agree(old: Config, new: Config) -> tuple[Config, list[str]]:
     return new, remarks
 
 
-def _differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """What may not change in a run's life and has: the field's name, the old value, the new one."""
     was, now = to_dict(old), to_dict(new)
     names = [(group, key) for group in _FIXED_GROUPS for key in {**was[group], **now[group]} if f"{group}.{key}" not in _MAY_CHANGE]
     names += [("run", "seed"), ("train", "batch"), ("pipeline", "layers_per_segment")]
@@ -124,13 +127,13 @@ def _differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     """The summary of a run that has done all of the config's steps, or None."""
     done = result_of(folder)
-    return done if done is not None and done.get("steps", 0) >= config.train.steps else None
+    return done if done is not None and done["steps"] >= config.train.steps else None
 
 
 def result_of(folder: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, or None."""
+    """The summary of a finished run, or None where there is none or it is damaged."""
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return result if isinstance(result, dict) else None
+    return result if isinstance(result, dict) and isinstance(result.get("steps"), int) else None

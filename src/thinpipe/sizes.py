@@ -80,12 +80,14 @@ def read_hf_config(path: str | Path, field: str = "model.hf_config") -> dict[str
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ThinpipeError(f"{field} = {str(path)!r} can't be read: {error.strerror}") from None
-    except ValueError as error:
+        raise ThinpipeError(f"{field} = {str(path)!r} can't be read: {error.strerror}; give the config.json of a Llama model") from None
+    except (ValueError, RecursionError) as error:
         raise ThinpipeError(f"{field} = {str(path)!r} isn't JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ThinpipeError(f"{field} = {str(path)!r} isn't a JSON object; give a model's config.json")
     rope = raw.pop("rope_parameters", None) or {}
+    if not isinstance(rope, dict):
+        raise ThinpipeError(f"{path}: rope_parameters = {rope!r} is not implemented; only an object of rope_type and rope_theta is")
     if rope.get("rope_type", "default") != "default":
         raise ThinpipeError(f"{path}: rope_parameters.rope_type = {rope['rope_type']!r} is not implemented; only 'default' is")
     raw.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
@@ -101,6 +103,8 @@ def read_hf_config(path: str | Path, field: str = "model.hf_config") -> dict[str
         raise ThinpipeError(f"{path}: {missing[0]} is missing; give the config.json of a Llama model")
     for theirs, ours in _HF_SIZES.items():
         check_type(raw[theirs], {"tied": bool, "rope_theta": float, "norm_eps": float}.get(ours, int), f"{path}: {theirs}")
+        if ours not in ("tied", "rope_theta", "norm_eps") and raw[theirs] < 1:
+            raise ThinpipeError(f"{path}: {theirs} = {raw[theirs]} is too small; it must be at least 1")
     sizes = {ours: raw[theirs] for theirs, ours in _HF_SIZES.items()}
     if raw.get("head_dim") not in (None, sizes["width"] // max(1, sizes["heads"])):
         raise ThinpipeError(f"{path}: head_dim = {raw['head_dim']} is not implemented; only hidden_size / num_attention_heads is")

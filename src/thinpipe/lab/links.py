@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -25,6 +26,8 @@ def _read(text: str, units: dict[str, int], name: str) -> float:
 
 def _write(value: float, units: dict[str, int]) -> str:
     """In the largest unit that keeps the number at 1 or above."""
+    if not math.isfinite(value):
+        return str(value)
     exact = Decimal(repr(value))
     unit = next((unit for unit, power in units.items() if exact >= Decimal(1).scaleb(power)), list(units)[-1])
     return f"{exact.scaleb(-units[unit]).normalize():f}{unit}"
