@@ -32,6 +32,7 @@ def config(rank: int, steps: int) -> Config:
             "compression": {"method": "subspace", "rank": rank} if rank else {"method": "none"},
             "pipeline": {"stages": STAGES, "micro_batches": MICRO_BATCHES},
             "train": {"steps": steps, "batch": MICRO_BATCHES, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "sample": ""},
+            "network": {"timeout": 900.0},  # dense, a gradient stands behind minutes of activations
         }
     ).check()
 
@@ -74,7 +75,7 @@ def main() -> None:
         rows = [("subspace", RANK, link), ("subspace", RANK, "unlimited"), ("dense", 0, "unlimited"), ("dense", 0, link)]
         seconds = {}
         for name, rank, over in rows:
-            result = lab(Path(scratch), rank, over, 4 if (rank, over) == (0, link) else arguments.steps)
+            result = lab(Path(scratch), rank, over, 2 if (rank, over) == (0, link) else arguments.steps)
             seconds[name, over] = result["seconds_per_step"]
             print(
                 f"{name:>9} over {over:>16}: {result['seconds_per_step']:8.3f} s per step "

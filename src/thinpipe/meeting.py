@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -193,15 +194,18 @@ def _give_up_silence(endpoint: str) -> None:
 
     Torch waits for an answer without a deadline, and a machine that was cut off would wait for the kernel's retries: minutes.
     """
-    host, _, port = endpoint.rpartition(":")
-    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
-    if user_timeout is None or not os.path.isdir("/proc/self/fd"):
+    if sys.platform != "linux":
         return
+    host, _, port = endpoint.rpartition(":")
     peer = (socket.gethostbyname(host), int(port))
+    # Without the probes a connection that waits for an answer sends nothing, and nothing tells it that the way is gone.
+    probes = {socket.TCP_KEEPIDLE: _SILENCE // 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: _SILENCE // 2}
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if not os.readlink(link).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(link.name))) as connection:
                 if connection.family == socket.AF_INET and connection.getpeername() == peer:
-                    connection.setsockopt(socket.IPPROTO_TCP, user_timeout, 1000 * _SILENCE)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in (probes | {socket.TCP_USER_TIMEOUT: 1000 * _SILENCE}).items():
+                        connection.setsockopt(socket.IPPROTO_TCP, option, value)
