@@ -1,8 +1,8 @@
-# make demo: train the embedded demo over four processes. make test: lint, types, tests. Both set up .venv first.
+# make demo: train the embedded demo over four processes. make test: lint, types, tests; make test-all: the slow ones too. All set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 .venv/ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
@@ -21,6 +21,9 @@ lint: .venv/ready
 
 test: lint
 	$(BIN)/pytest
+
+test-all: lint
+	$(BIN)/pytest -m ""
 
 clean:
 	rm -rf .venv

@@ -164,7 +164,7 @@ def run(hosts: list[Any], case: dict[str, Any]) -> dict[str, Any]:
         env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [*host.command_prefix, sys.executable, str(Path(__file__)), "--worker", json.dumps(case)]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    outputs = [process.communicate(timeout=3600)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "a stage failed"
     result: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
     return result

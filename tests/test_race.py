@@ -77,6 +77,7 @@ def write(path: Path, config: Config) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_command_trains_each_once_and_compares(tmp_path: Path, corpus: dict[str, Any]) -> None:
     for name, groups in {"dense": {"method": "none", "segments": 2}, "thin": {"rank": 4, "segments": 2}}.items():
         write(tmp_path / f"{name}.toml", from_dict(tiny(data=corpus, compression=groups, pipeline={"stages": 2})))

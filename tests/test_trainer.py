@@ -39,7 +39,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["none", "subspace"])
-@pytest.mark.parametrize("hidden", ["adamw", "muon"])
+@pytest.mark.parametrize("hidden", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_it_learns(tmp_path: Path, corpus: dict[str, Any], method: str, hidden: str) -> None:
     groups = {"train": {"steps": 60, "eval_every": 0}, "optim": {"hidden": hidden, "lr": 1e-2}, "compression": {"method": method}}
     result = run(config(tmp_path / "run", corpus, **groups))

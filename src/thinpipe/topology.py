@@ -171,6 +171,9 @@ def _stage_of(store: dist.Store, rank: int, world: int, wanted: int | None, befo
     local, machine = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
     store.set(f"place/{rank}", json.dumps([machine, wanted, before, local]))
     told = [json.loads(store.get(f"place/{r}")) for r in range(world)]
+    store.set(f"read/{rank}", "")
+    if rank == 0:  # holds the store: if it ended over what it has read, the others could not read it
+        store.wait([f"read/{r}" for r in range(world)])
     machines = {machine: (wanted, before) for machine, wanted, before, _ in told}
     places = {machine: wanted for machine, (wanted, _) in machines.items() if wanted is not None}
     if len(set(places.values())) != len(places):

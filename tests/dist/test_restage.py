@@ -15,6 +15,7 @@ import torch
 from thinpipe.checkpoint import find
 
 
+@pytest.mark.slow
 def test_stages_may_change_and_nothing_else_does(tmp_path: Path, corpus: dict[str, Any]) -> None:
     command = [sys.executable, str(Path(__file__).with_name("restage.py")), str(tmp_path), json.dumps(corpus)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": str(Path(__file__).parents[1])}

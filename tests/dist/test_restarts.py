@@ -78,11 +78,3 @@ def test_a_spare_takes_a_lost_machines_place_and_the_meetings_host_may_come_back
     assert "lost the meeting's host" in ends[1][2], ends[1][2]
     assert losses(tmp_path / "run") == losses(undisturbed.parent / "run")
     finish(lost)
-
-
-def test_a_stop_is_no_loss(undisturbed: Path, tmp_path: Path) -> None:
-    process = start(tmp_path, "train", str(undisturbed), "--run.dir", "run")
-    wait_for_step(tmp_path / "run", 5)
-    process.send_signal(signal.SIGTERM)
-    status, _, err = finish(process)
-    assert status == 130 and "starting again" not in err and "stopped after step" in err, err

@@ -19,12 +19,12 @@ from thinpipe.lab import lab, parse_links, unavailable
 
 _REASON = unavailable()
 requires_net = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
-TIMEOUT = 6.0
+TIMEOUT = 5.0
 
 
 @requires_net
 def test_a_short_cut_is_ridden_out_and_a_long_one_survived(tmp_path: Path) -> None:
-    config = write_config(tmp_path, steps=100, checkpoint_every=15)
+    config = write_config(tmp_path, steps=60, checkpoint_every=10)
     with lab(parse_links("80mbit,5ms", 1), 2, prefix="thinpipecut") as net:
         machines = []
         for place, host in enumerate(net.hosts):
@@ -33,7 +33,7 @@ def test_a_short_cut_is_ridden_out_and_a_long_one_survived(tmp_path: Path) -> No
             command += ["--network.node-rank", str(place), "--network.timeout", str(TIMEOUT)]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             machines.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        for step, seconds in ((10, TIMEOUT / 2), (30, 2.5 * TIMEOUT)):
+        for step, seconds in ((5, TIMEOUT / 2), (25, 2 * TIMEOUT)):
             wait_for_step(tmp_path / "run", step)
             net.cut(1)
             time.sleep(seconds)
