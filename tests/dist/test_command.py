@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,8 +46,12 @@ def command(cwd: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def children(pid: int) -> list[int]:
-    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
-    return [int(line) for line in listed.split()]
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def wait_for_step(run: Path, step: int, timeout: float = 60) -> None:
