@@ -38,7 +38,7 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
 
 
-@pytest.mark.parametrize("method", ["none", "subspace"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "subspace"])
 @pytest.mark.parametrize("hidden", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_it_learns(tmp_path: Path, corpus: dict[str, Any], method: str, hidden: str) -> None:
     groups = {"train": {"steps": 60, "eval_every": 0}, "optim": {"hidden": hidden, "lr": 1e-2}, "compression": {"method": method}}

@@ -116,6 +116,7 @@ def test_train_eval_and_again(tmp_path: Path, corpus: dict[str, Any]) -> None:
     assert json.loads(out.splitlines()[-1])["steps"] == 8
 
 
+@pytest.mark.slow
 def test_verify(tmp_path: Path, corpus: dict[str, Any]) -> None:
     config = write(tmp_path, corpus, pipeline={"stages": 2})
     status, out, err = command(tmp_path, "verify", str(config), "--json")
@@ -156,6 +157,7 @@ def test_a_killed_stage_is_named_and_ends_the_others(tmp_path: Path, corpus: dic
     assert time.monotonic() - began < 30 and gone(workers)
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_leaves_nothing(tmp_path: Path, corpus: dict[str, Any]) -> None:
     config = write(tmp_path, corpus, pipeline={"stages": 2}, train={"steps": 5000, "eval_every": 0})
     process = start(tmp_path, "train", str(config), "--run.dir", "run")
@@ -181,6 +183,7 @@ def test_a_mistake_inside_a_stage_is_shown(tmp_path: Path, corpus: dict[str, Any
     assert "stage 1 failed" in err and "ZeroDivisionError: on purpose" in err, err
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path, corpus: dict[str, Any]) -> None:
     config = write(tmp_path, corpus, pipeline={"stages": 2})
     module = "torch.distributed.run --nproc-per-node 2 --local-addr 127.0.0.1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 -m thinpipe"

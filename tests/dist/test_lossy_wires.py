@@ -4,7 +4,10 @@ import json
 import math
 from collections.abc import Callable
 
+import pytest
 
+
+@pytest.mark.slow
 def test_bytes_are_planned_and_a_nan_gets_through(spawn: Callable[..., str]) -> None:
     output = spawn("lossy_wires.py", 3)
     rows = [json.loads(line.partition("RESULT ")[2]) for line in output.splitlines() if "RESULT " in line]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.slow
 def test_gradients_are_torchs_and_bytes_are_the_formulas(spawn: Callable[..., str]) -> None:
     output = spawn("against_torch.py", 4)
     (line,) = [line for line in output.splitlines() if "RESULT " in line]

@@ -37,6 +37,7 @@ def test_a_killed_and_a_frozen_stage_cost_time_only(undisturbed: Path, tmp_path:
     assert losses(tmp_path / "run") == losses(undisturbed.parent / "run")
 
 
+@pytest.mark.slow
 def test_losses_that_bring_no_checkpoint_are_counted(undisturbed: Path, tmp_path: Path) -> None:
     more = ["--network.restarts", "1", "--train.checkpoint-every", "0"]
     process = start(tmp_path, "train", str(undisturbed), "--run.dir", "run", *more)

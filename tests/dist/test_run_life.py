@@ -32,6 +32,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_as_if_undisturbed(lives: Path) -> None:
     assert compare(lives) > 3
 
@@ -50,6 +51,7 @@ def losses(run: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in read_events(run / "metrics.jsonl") if event["event"] == "step"}
 
 
+@pytest.mark.slow
 def test_damage_is_named_and_the_newest_whole_checkpoint_used(lives: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(lives / "whole", tmp_path / "run")
     whole, *rest = sorted((run / "checkpoints").iterdir())
@@ -94,6 +96,7 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_used(lives: Path, tmp_p
     assert f"{run}/checkpoints holds no checkpoint; training begins anew" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_and_changes_nothing(lives: Path, tmp_path: Path, corpus: dict[str, Any]) -> None:
     run = shutil.copytree(lives / "whole", tmp_path / "run")
     (tmp_path / "corpus" / "0.txt").write_text("another text, of other words\n" * 200)

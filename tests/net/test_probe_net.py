@@ -19,6 +19,7 @@ requires_net = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 NEAR, FAR = (40.0, 20.0), (10.0, 40.0)  # Mbit/s and round trip in ms of the two boundaries
 
 
+@pytest.mark.slow
 @requires_net
 def test_probe_measures_and_puts_the_neighbours_side_by_side(tmp_path: Path) -> None:
     """Three hosts in a row stand in the order 0, 2, 1; between the outer two lie both boundaries."""

@@ -86,7 +86,8 @@ def test_a_run_in_the_lab_is_the_run(tmp_path: Path, corpus: dict[str, Any]) -> 
 
 
 @requires_net
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_lab_that_is_ended_saves_or_leaves_nothing(tmp_path: Path, corpus: dict[str, Any], number: signal.Signals) -> None:
     before = everything()
     path = config(tmp_path, corpus, train={"steps": 4000, "eval_every": 0, "checkpoint_every": 1})
