@@ -29,6 +29,7 @@ from thinpipe.config import dump, from_dict
 from thinpipe.faults import Fault
 from thinpipe.lab import Lab, lab, parse_links
 from thinpipe.metrics import read_events, write_whole
+from thinpipe.trial import train_on
 
 HOSTS, STEPS, LINK, TIMEOUT = 4, 150, "80mbit,10ms", 10.0
 _LOST = re.compile(r"lost the connection to|heard nothing|can't reach")
@@ -100,10 +101,8 @@ def attack(
     toml = config(folder)
     with lab(parse_links(LINK, HOSTS - 1, "LINK"), HOSTS) as net:
         machines = []
-        for i, host in enumerate(net.hosts):
-            command = [*host.command_prefix, sys.executable, "-m", "thinpipe", "train", str(toml), "--run.dir", str(run)]
-            command += ["--network.rdzv", f"{net.hosts[0].address}:29400", "--network.nodes", str(HOSTS)]
-            command += ["--network.addr", host.address, "--network.node-rank", str(i)]
+        for i in range(HOSTS):
+            command = train_on(net.hosts, i, str(toml), "--run.dir", str(run))
             env = os.environ | {"OMP_NUM_THREADS": "1", faults.VARIABLE: str(plan)}
             machines.append(Machine(i, command, env))
             machines[i].start()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -28,7 +28,7 @@ VARIABLE = "THINPIPE_FAULTS"
 
 What = Literal["kill", "stop", "delay", "poison"]
 Moment = Literal["begin", "forward", "backward", "end", "save", "move"]
-MOMENTS: tuple[Moment, ...] = ("begin", "forward", "backward", "end", "save", "move")
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 @dataclass(frozen=True, kw_only=True)

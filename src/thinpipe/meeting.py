@@ -100,7 +100,6 @@ class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous that says for whom it waits, and doesn't end a run whose meeting's host is away."""
 
     say: Say
-    ready: Callable[[], None]
 
     @classmethod
     def at(cls, meeting: Meeting, say: Say) -> Rendezvous:

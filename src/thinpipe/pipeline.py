@@ -24,6 +24,8 @@ from .model import Stage
 from .schedule import Action
 from .topology import EVALUATE_TAG, STEP_TAG, TALLY_TAG, TIED_TAG, Topology
 
+_PASSES = ("received activations", "activations", "received gradients", "gradients")  # what a stage takes in and hands on
+
 
 @dataclass
 class Wire:
@@ -130,7 +132,8 @@ class _Passage:
 
     def _note(self, what: str, tensor: torch.Tensor) -> None:
         """Remember the largest absolute value, which is NaN where a NaN is; on a device nobody waits for it."""
-        self.sizes[what].append(torch.linalg.vector_norm(tensor.detach(), float("inf")))
+        if torch.is_grad_enabled():  # nobody asks after a validation
+            self.sizes[what].append(torch.linalg.vector_norm(tensor.detach(), float("inf")))
 
     @property
     def _wire_shape(self) -> tuple[int, int, int]:
@@ -155,9 +158,6 @@ class _Passage:
         message = self._outgoing.pop((direction, m))
         self._sent.append((self.here.isend(message, peer, self.tag), peer, message))
         return message.nbytes
-
-
-_PASSES = ("received activations", "activations", "received gradients", "gradients")  # in the order of a step
 
 
 @dataclass

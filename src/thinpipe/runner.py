@@ -67,17 +67,12 @@ def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | N
     with tempfile.TemporaryDirectory(prefix="thinpipe-join-") as scratch:
         folder = Path(scratch)
         write_whole(folder / "config.toml", dump(config))
-        restarts = launch.Restarts(network.restarts, lambda: newest_step(Path(_run_of(folder) or scratch) / "checkpoints"))
+        restarts = launch.Restarts(network.restarts, lambda: newest_step(Path(remembered(folder).get("run", scratch)) / "checkpoints"))
         # Not in the run's folder: it may not be there yet, and on a shared disk it is everybody's.
         launch.start("join", folder, share, debug, logs=folder / "logs", meeting=met, restarts=restarts, say=say)
         told = [folder / f"result-{local}.json" for local in range(share)]
         results = [json.loads(path.read_text(encoding="utf-8")) for path in told if path.exists()]  # a spare has none
     return next((Result(**result) for result in results if result is not None), None)
-
-
-def _run_of(scratch: Path) -> str | None:
-    """The run's folder, once an earlier life of this machine's stages has learnt it."""
-    return remembered(scratch).get("run")
 
 
 def remembered(scratch: Path) -> dict[str, Any]:
@@ -90,7 +85,7 @@ def remembered(scratch: Path) -> dict[str, Any]:
 def join(config: Config, topology: Topology, scratch: Path) -> None:
     """One worker's part of `_join`. COLLECTIVE."""
     # A machine that has been here before knows the folder that the first one had made.
-    known = next((run for run in topology.gather(_run_of(scratch)) if run is not None), None)
+    known = next((run for run in topology.gather(remembered(scratch).get("run")) if run is not None), None)
     if known is not None:
         config = replace(config, run=replace(config.run, dir=known))
 

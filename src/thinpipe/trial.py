@@ -16,7 +16,7 @@ from . import launch
 from .calibrate import calibrate
 from .config import Config, ThinpipeError
 from .data import prepare
-from .lab import Lab, Link, Measured, lab, parse_links, unavailable
+from .lab import Host, Lab, Link, Measured, lab, parse_links, unavailable
 from .lab.paths import slower
 from .metrics import to_json, write_whole
 from .planner import find_gpu, plan
@@ -106,10 +106,8 @@ def run_hosts(net: Lab, folder: Path, debug: bool = False) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
-        for i, host in enumerate(hosts):
-            command = [*host.command_prefix, sys.executable, "-m", "thinpipe", "train", "--run.dir", str(folder)]
-            command += ["--network.rdzv", f"{hosts[0].address}:{_PORT}", "--network.nodes", str(len(hosts))]
-            command += ["--network.addr", host.address, "--network.node-rank", str(i), *(["--debug"] if debug else [])]
+        for i in range(len(hosts)):
+            command = train_on(hosts, i, "--run.dir", str(folder), *(["--debug"] if debug else []))
             told: TextIO | None = None if i == 0 else stack.enter_context(open(_log(logs, i), "w", encoding="utf-8"))
             # A session of its own: Ctrl-C reaches it once, from here.
             processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=told, text=True, start_new_session=True))
@@ -129,6 +127,14 @@ def run_hosts(net: Lab, folder: Path, debug: bool = False) -> None:
         if statuses[i]:
             text = "" if i == 0 else "".join(_log(logs, i).read_text(encoding="utf-8", errors="replace").splitlines(True)[-2:]).strip()
             raise ThinpipeError(f"host {i} of the lab ended with status {statuses[i]}{': ' + text if text else ''}")
+
+
+def train_on(hosts: Sequence[Host], place: int, *arguments: str) -> list[str]:
+    """The command that trains on one host of a lab, at its place in the pipeline; they meet at the first host."""
+    host = hosts[place]
+    command = [*host.command_prefix, sys.executable, "-m", "thinpipe", "train", *arguments]
+    command += ["--network.rdzv", f"{hosts[0].address}:{_PORT}", "--network.nodes", str(len(hosts))]
+    return [*command, "--network.addr", host.address, "--network.node-rank", str(place)]
 
 
 def _log(logs: Path, host: int) -> Path:

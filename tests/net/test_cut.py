@@ -16,6 +16,7 @@ from test_command import finish, wait_for_step
 from test_machines import losses
 
 from thinpipe.lab import lab, parse_links, unavailable
+from thinpipe.trial import train_on
 
 _REASON = unavailable()
 requires_net = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -27,10 +28,8 @@ def test_a_short_cut_is_ridden_out_and_a_long_one_survived(tmp_path: Path) -> No
     config = write_config(tmp_path, steps=60, checkpoint_every=10)
     with lab(parse_links("80mbit,5ms", 1), 2, prefix="thinpipecut") as net:
         machines = []
-        for place, host in enumerate(net.hosts):
-            command = [*host.command_prefix, sys.executable, "-m", "thinpipe", "train", str(config), "--run.dir", str(tmp_path / "run")]
-            command += ["--network.rdzv", f"{net.hosts[0].address}:29400", "--network.nodes", "2", "--network.addr", host.address]
-            command += ["--network.node-rank", str(place), "--network.timeout", str(TIMEOUT)]
+        for place in range(2):
+            command = train_on(net.hosts, place, str(config), "--run.dir", str(tmp_path / "run"), "--network.timeout", str(TIMEOUT))
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             machines.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         for step, seconds in ((5, TIMEOUT / 2), (25, 2 * TIMEOUT)):
