@@ -102,7 +102,7 @@ def attack(
     with lab(parse_links(LINK, HOSTS - 1, "LINK"), HOSTS) as net:
         machines = []
         for i in range(HOSTS):
-            command = train_on(net.hosts, i, str(toml), "--run.dir", str(run))
+            command = train_on(net.hosts, i, toml, run)
             env = os.environ | {"OMP_NUM_THREADS": "1", faults.VARIABLE: str(plan)}
             machines.append(Machine(i, command, env))
             machines[i].start()

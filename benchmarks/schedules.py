@@ -31,7 +31,8 @@ from thinpipe.calibrate import time_passes
 from thinpipe.codecs import Cast
 from thinpipe.config import Config, PipelineConfig, from_dict
 from thinpipe.model import build_stages
-from thinpipe.pipeline import Pipeline, Tally
+from thinpipe.pipeline import Pipeline
+from thinpipe.tally import Tally
 from thinpipe.topology import Topology, connect
 
 FORWARD, BACKWARD = 0.020, 0.040  # seconds

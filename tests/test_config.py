@@ -18,7 +18,7 @@ from thinpipe.config import PRESETS, Config, ThinpipeError, dump, from_dict, loa
 ROOT = Path(__file__).parents[1]
 
 FIELDS = {
-    "run": {"dir", "name", "seed", "device", "precision"},
+    "run": {"dir", "name", "seed", "device", "precision", "tensorboard", "prometheus"},
     "model": {
         "preset",
         "width",
@@ -50,7 +50,7 @@ FIELDS = {
         "move_step",
         "init_from",
     },
-    "pipeline": {"stages", "micro_batches", "schedule", "warmup", "layers_per_segment", "recompute"},
+    "pipeline": {"stages", "micro_batches", "schedule", "warmup", "layers_per_segment", "replicas", "recompute"},
     "train": {
         "steps",
         "stop_at",
@@ -66,7 +66,8 @@ FIELDS = {
         "sample",
     },
     "optim": {"lr", "warmup", "decay", "weight_decay", "betas", "eps", "hidden", "clip"},
-    "network": {"timeout", "restarts", "patience", "rdzv", "nodes", "addr", "node_rank"},
+    "network": {"timeout", "restarts", "patience", "rdzv", "nodes", "addr", "replica", "node_rank", "insecure"},
+    "average": {"every", "outer_lr", "outer_momentum", "wire"},
     "plan": {"link", "gpu", "tokens"},
 }
 

@@ -6,10 +6,10 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "thinpipe"
 
 FLOORS = {
-    0: {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh"},
+    0: {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "standing", "endpoint"},
     1: {"subspace", "codecs"},
-    2: {"method", "optim", "data", "export", "metrics", "watch"},
-    3: {"model", "topology", "pipeline", "checkpoint", "launch", "meeting", "run", "device", "linkrate"},
+    2: {"method", "optim", "data", "export", "metrics", "watch", "tally"},
+    3: {"model", "topology", "pipeline", "replicas", "council", "checkpoint", "launch", "meeting", "run", "device", "linkrate"},
     4: {"trainer", "generate", "calibrate"},
     5: {"cli", "probe", "runner", "trial", "verify", "inference", "publish", "race", "report", "page", "faults", "status", "worker"}
     | {"__init__", "__main__"},
@@ -18,12 +18,15 @@ FLOORS = {
 SIDEWAYS = {
     *(("sizes", "errors"), ("config", "errors"), ("config", "sizes"), ("schedule", "config"), ("lab", "config"), ("lab", "errors")),
     *(("planner", room) for room in ("config", "errors", "sizes", "schedule", "lab")),
+    *(("mesh", room) for room in ("config", "errors")),
     *(("optim", "method"), ("trainer", "generate"), ("trainer", "calibrate")),
     *(("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology")),
+    *(("replicas", room) for room in ("council", "meeting", "topology")),
+    *(("council", "topology"), ("pipeline", "replicas")),
     *(("linkrate", "topology"), ("launch", "meeting"), ("meeting", "topology")),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-TORCH_FREE = {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "data"}
+TORCH_FREE = {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "standing", "endpoint", "data"}
 
 
 def imports(path: Path) -> set[str]:

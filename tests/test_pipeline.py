@@ -10,7 +10,8 @@ from thinpipe.config import Config, from_dict
 from thinpipe.data import PAD
 from thinpipe.model import build_stages
 from thinpipe.optim import Optimizer
-from thinpipe.pipeline import Pipeline, Tally
+from thinpipe.pipeline import Pipeline
+from thinpipe.tally import Tally
 from thinpipe.topology import connect
 
 VOCAB = 400

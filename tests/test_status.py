@@ -36,7 +36,9 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert (told["restarts"], told["refused_steps"], told["checkpoint"], told["finished"]) == (1, 1, 1, False)
     assert told["tokens_per_s"] == 512.0 and 39 < told["silent_s"] < 60
     assert told["link_mbit"] == pytest.approx(400_000 * 8 / 4 / 0.5 / 1e6)  # two boundaries, two directions
+    assert (told["total_bytes_forward"], told["total_bytes_backward"]) == (100_000, 300_000)
     assert told["complaints"] == ["disk full"]
+    assert describe(told)["sent"].startswith("100.0 kB forward and 300.0 kB backward")
     assert "heard of 4" in describe(told)["step"] and describe(told)["complaint 1"] == "disk full"
 
 

@@ -15,9 +15,9 @@ from thinpipe.config import Config, ThinpipeError, from_dict, to_dict
 from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
-from thinpipe.pipeline import Tally
 from thinpipe.publish import export_run
 from thinpipe.run import open_run, result_of
+from thinpipe.tally import Tally
 from thinpipe.topology import connect
 from thinpipe.trainer import Result, Trainer
 

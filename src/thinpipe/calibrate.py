@@ -21,7 +21,7 @@ from .linkrate import measure_links
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
 from .optim import Optimizer
-from .pipeline import Pipeline, Tally
+from .pipeline import Pipeline
 from .planner import (
     GPU,
     Choice,
@@ -35,6 +35,7 @@ from .planner import (
     tied_bytes_per_step,
 )
 from .run import open_run
+from .tally import Tally
 from .topology import Topology
 
 _COSTS = "costs.json"
@@ -103,7 +104,7 @@ def time_passes(stage: Stage, here: Topology, micro_batch: int, seconds: float) 
 def _time_steps(stage: Stage, here: Topology, config: Config, optimizer: Optimizer, seconds: float) -> tuple[float, float]:
     """Median seconds of a whole step and of the optimizer's part of it. COLLECTIVE."""
     pipeline = Pipeline(stage, here, config.pipeline, config.micro_batch)
-    tokens_BS = None if stage.receives_ids else torch.randint(stage.spec.vocab, (config.train.batch, stage.spec.context + 1))
+    tokens_BS = None if stage.receives_ids else torch.randint(stage.spec.vocab, (config.share, stage.spec.context + 1))
     whole: list[float] = []
     optimizing: list[float] = []
     began, total = time.perf_counter(), Tally()

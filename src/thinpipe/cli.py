@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import tyro
 
 from .config import Config, ThinpipeError, load
+from .mesh import KEY
 
 _Kind = TypeVar("_Kind")
 _BOX = "│╭╮╰╯─ "
@@ -161,10 +162,80 @@ class Report(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Output):
-    """How a run stands: step, loss, speed, what its links carry, restarts, refused steps, complaints."""
+    """How a run stands: step, loss, speed, what its links carry, bytes, restarts, refused steps, complaints."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of the run, or HOST:PORT of its run.prometheus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Output):
+    """Who belongs to a run: an encrypted network (WireGuard) between its machines, and a firewall that passes nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshKey(Mesh):
+    """Print this machine's public key; where it has none, make one, whose private half never leaves it. Root."""
+
+    key: str = str(KEY)
+    """File of the private key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MeshOf(Mesh):
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MESH.toml")]
+    """List of the machines: the same file on all of them, without a secret."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAdd(_MeshOf):
+    """Add a machine to the list; the first one begins it. Then copy the list to all machines, and `thinpipe mesh up` there."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """What the machine is called."""
+    public_key: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KEY")]
+    """What `thinpipe mesh key` printed there; take it from a hand that you trust."""
+    endpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[ENDPOINT]")] = ""
+    """HOST or HOST:PORT where the others reach it from outside; left out for one machine behind NAT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRevoke(_MeshOf):
+    """Take a machine off the list. The others shut it out when they have the new list and did `thinpipe mesh up`."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """What the machine is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshUp(_MeshOf):
+    """Put this machine into the mesh, or apply a changed list without a break for the tunnels that stay. Root.
+
+    The firewall then drops what comes from outside, except the tunnel, answers, ping, and the TCP ports under `open` in the list.
+    """
+
+    key: str = str(KEY)
+    """File of this machine's private key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshDown(_MeshOf):
+    """Take this machine out: the device and the firewall's table go, nothing else is touched. Root."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShow(_MeshOf):
+    """The machines, and where the mesh is up what the tunnels carry. Root while it is up."""
+
+
+MESH: dict[str, type[Mesh]] = {
+    "key": MeshKey,
+    "add": MeshAdd,
+    "revoke": MeshRevoke,
+    "up": MeshUp,
+    "down": MeshDown,
+    "show": MeshShow,
+}
 
 
 def _train(args: Train) -> dict[str, Any] | None:
@@ -386,9 +457,47 @@ def _report(args: Report) -> dict[str, Any]:
 def _status(args: Status) -> dict[str, Any]:
     from .status import describe, status
 
-    told = status(Path(args.run))
+    told = status(args.run)
     if not args.json:
         _table(f"{told['run']}: {told['method']}, {told['stages']} stages", describe(told))
+    return told
+
+
+def _mesh(args: Mesh) -> dict[str, Any]:
+    from . import mesh
+
+    if isinstance(args, MeshKey):
+        public = mesh.make_key(Path(args.key))
+        if not args.json:
+            print(public)
+        return {"key": public, "file": args.key}
+    assert isinstance(args, _MeshOf)
+    file = Path(args.file)
+    if isinstance(args, MeshAdd):
+        machines = mesh.add(mesh.load(file) if file.exists() else mesh.Mesh(), args.name, args.public_key, args.endpoint)
+        mesh.save(machines, file)
+        added = machines.machines[-1]
+        _say(f"{added.name} is {added.address} in {file}; copy the file to all machines, and 'thinpipe mesh up {file}' on each")
+        return dataclasses.asdict(added)
+    machines = mesh.load(file)
+    if isinstance(args, MeshRevoke):
+        mesh.save(mesh.revoke(machines, args.name), file)
+        _say(f"{args.name} is off {file}; it is shut out where the new file is copied to and 'thinpipe mesh up {file}' was run")
+        return {"revoked": args.name}
+    if isinstance(args, MeshDown):
+        was_up = mesh.bring_down(machines)
+        _say(f"{machines.device} is down" if was_up else f"{machines.device} was not up")
+        return {"was_up": was_up}
+    if isinstance(args, MeshUp):
+        here = mesh.bring_up(machines, Path(args.key))
+        passed = ", ".join([f"UDP {machines.port} (the tunnel)", *(f"TCP {port}" for port in machines.open)])
+        _say(f"{machines.device} is up: this is {here.name}, {here.address}; from outside the firewall passes {passed}")
+        first = machines.machines[0].address
+        _say(f"train with --network.rdzv {first}:29400 --network.nodes {len(machines.machines)} --network.addr {here.address}")
+        return dataclasses.asdict(here)
+    told = mesh.describe(machines)
+    if not args.json:
+        _table(f"mesh {told['mesh']}, {told['subnet']}: {'up' if told['up'] else 'down'} here", mesh.lines(told))
     return told
 
 
@@ -404,6 +513,7 @@ COMMANDS: dict[str, tuple[type[Output], Callable[[Any], dict[str, Any] | None]]]
     "lab": (Lab, _lab),
     "race": (Race, _race),
     "status": (Status, _status),
+    "mesh": (Mesh, _mesh),
 }
 
 
@@ -454,6 +564,8 @@ def parse(argv: Sequence[str]) -> Output:
     kind = COMMANDS[name][0]
     if kind is Race:
         return _parse_race(rest)
+    if kind is Mesh:
+        return _parse_mesh(rest)
     default: dict[str, Any] = {}
     if issubclass(kind, Config):
         base = Config()
@@ -478,6 +590,18 @@ def _parse_race(rest: Sequence[str]) -> Race:
         parsed = _options(Race, "race", options, {"default": default})
         rows.append((file, _config(parsed)))
     return dataclasses.replace(parsed, rows=tuple(rows))
+
+
+def _parse_mesh(rest: Sequence[str]) -> Mesh:
+    """What follows `mesh`: one of its own commands."""
+    if not rest or rest[0] in ("-h", "--help"):
+        lines = ["usage: thinpipe mesh COMMAND ...", "", Mesh.__doc__ or "", ""]
+        lines += [f"  {name:10}{(kind.__doc__ or '').splitlines()[0]}" for name, kind in MESH.items()]
+        print("\n".join([*lines, "", "thinpipe mesh COMMAND --help explains more, docs/mesh.md what is protected and what isn't."]))
+        raise SystemExit(0 if rest else 2)
+    if rest[0] not in MESH:
+        raise ThinpipeError(f"unknown command 'mesh {rest[0]}'; they are mesh {', mesh '.join(MESH)}")
+    return _options(MESH[rest[0]], f"mesh {rest[0]}", rest[1:], {})
 
 
 def _options(kind: type[_Kind], name: str, rest: Sequence[str], default: dict[str, Any]) -> _Kind:

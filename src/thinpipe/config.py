@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import ipaddress
 import json
 import re
 import tomllib
@@ -31,6 +32,11 @@ class RunConfig:
     """Where a stage computes (auto: cuda, else mps, else cpu). What crosses a boundary is always host memory."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Precision of the matrix products; parameters stay float32 (auto: bf16 where the hardware has it)."""
+    tensorboard: bool = False
+    """Also write the numbers of metrics.jsonl to RUN/tensorboard (needs the [tensorboard] extra)."""
+    prometheus: str | None = None
+    """IP:PORT, as in 127.0.0.1:9400, where the first stage's machine serves Prometheus text while it trains: its loopback, or
+    its private address in the mesh; `thinpipe status IP:PORT` reads it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +140,8 @@ class PipelineConfig:
     """wan only: forwards the first stage runs before its first backward (not given: all micro-batches)."""
     layers_per_segment: tuple[int, ...] = ()
     """Layers of each segment in turn (not given: as even as possible)."""
+    replicas: int = 1
+    """Pipelines beside each other: each computes its share of every batch, and they average."""
     recompute: bool = False
     """Recompute the materialised stream and its norm in the backward pass: less memory, a little more compute."""
 
@@ -201,13 +209,29 @@ class NetworkConfig:
     """Machines of the run; each starts the same share of the stages. "4:5": four, and a fifth may wait as a spare."""
     addr: str | None = None
     """This machine's address towards the others (not given: that of the way to network.rdzv)."""
+    replica: int | None = None
+    """Which of the pipeline.replicas this machine belongs to, from 0 (not given: this machine runs all of them)."""
     node_rank: int | None = None
     """This machine's place in the pipeline, from 0 (not given: one that is left, as a spare takes)."""
+    insecure: bool = False
+    """Run over public addresses: anybody who reaches them can read and change what is trained. See thinpipe mesh."""
 
     @property
     def needed(self) -> int:
         """Machines that take part."""
         return int(str(self.nodes).partition(":")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig:
+    every: int = 0
+    """What replicas average. 0: gradients, in every step. H: the way of H steps that each has trained by itself (DiLoCo)."""
+    outer_lr: float = 0.7
+    """DiLoCo: learning rate of the step along the mean way."""
+    outer_momentum: float = 0.9
+    """DiLoCo: Nesterov momentum of that step."""
+    wire: Literal["float32", "int8"] = "float32"
+    """DiLoCo: how the ways travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +254,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
@@ -252,9 +277,14 @@ class Config:
         return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     @property
+    def share(self) -> int:
+        """Sequences of a batch that one replica computes."""
+        return self.train.batch // self.pipeline.replicas
+
+    @property
     def micro_batch(self) -> int:
         """Sequences per micro-batch."""
-        return self.train.batch // self.pipeline.micro_batches
+        return self.share // self.pipeline.micro_batches
 
     def segments_of_stage(self, stage: int, stages: int) -> range:
         """Segments held by `stage` of `stages`: contiguous, as even as possible."""
@@ -320,6 +350,8 @@ def _check(config: Config) -> None:
     _positive(config.model, "model", "width", "layers", "heads", "kv_heads", "hidden", "context", "vocab")
     if not config.run.name or any(sign in config.run.name for sign in "/\\\0"):
         raise ThinpipeError(f"run.name = {config.run.name!r} can't name a folder; use letters, digits and dashes")
+    if config.run.prometheus is not None:
+        _check_prometheus(config.run.prometheus)
     sizes = config.sizes()
     for name in ("rope_theta", "norm_eps"):
         if not sizes[name] > 0:
@@ -334,7 +366,7 @@ def _check(config: Config) -> None:
     if heads % kv_heads:
         raise ThinpipeError(f"model.kv_heads = {kv_heads} doesn't divide model.heads = {heads}; use a divisor of it")
 
-    _positive(p, "pipeline", "stages", "micro_batches", "warmup")
+    _positive(p, "pipeline", "stages", "micro_batches", "warmup", "replicas")
     _positive(c, "compression", "rank", "segments")
     if c.method == "quantize" and not c.wire.startswith("int"):
         raise ThinpipeError(f'compression.wire = {c.wire!r} quantises nothing; method "quantize" takes "int8", "int4", "int2" or "int1"')
@@ -374,11 +406,12 @@ def _check(config: Config) -> None:
     if t.roll_back_above and not t.roll_back_above > 1:
         raise ThinpipeError(f"train.roll_back_above = {t.roll_back_above} must be above 1 (twice the usual loss: 2), or 0 for never")
     _positive(t, "train", "eval_every", "eval_batches", "checkpoint_every", "keep_every", "watch_every", least=0)
-    if t.batch % p.micro_batches:
-        near = max(m for m in range(1, min(p.micro_batches, t.batch) + 1) if t.batch % m == 0)
-        raise ThinpipeError(
-            f"train.batch = {t.batch} is not divisible by pipeline.micro_batches = {p.micro_batches}; {near} micro-batches would do"
-        )
+    if t.batch % p.replicas:
+        raise ThinpipeError(f"train.batch = {t.batch} is not divisible by pipeline.replicas = {p.replicas}; each computes an equal share")
+    if config.share % p.micro_batches:
+        near = max(m for m in range(1, min(p.micro_batches, config.share) + 1) if config.share % m == 0)
+        share = f"train.batch = {t.batch}" + (f" / pipeline.replicas = {p.replicas}" if p.replicas > 1 else "")
+        raise ThinpipeError(f"{share} is not divisible by pipeline.micro_batches = {p.micro_batches}; {near} micro-batches would do")
     if p.schedule == "1f1b" and p.micro_batches < p.stages:
         raise ThinpipeError(
             f"pipeline.micro_batches = {p.micro_batches} is below pipeline.stages = {p.stages}, which schedule 1f1b needs; "
@@ -400,7 +433,52 @@ def _check(config: Config) -> None:
     if not all(0 <= beta < 1 for beta in o.betas):
         raise ThinpipeError(f"optim.betas = {list(o.betas)} must each be in [0, 1)")
     _positive(config.plan, "plan", "tokens")
+    _check_replicas(config)
     _check_network(config)
+
+
+def _check_replicas(config: Config) -> None:
+    a, p, c = config.average, config.pipeline, config.compression
+    _positive(a, "average", "every", least=0)
+    if not 0 < a.outer_lr <= 10 or not 0 <= a.outer_momentum < 1:
+        raise ThinpipeError(f"average.outer_lr = {a.outer_lr} must be in (0, 10] and average.outer_momentum = {a.outer_momentum} in [0, 1)")
+    if a.wire == "int8" and not a.every:
+        raise ThinpipeError('average.wire = "int8" is for average.every above 0: gradients are averaged exactly')
+    if a.every and c.method in ("subspace", "projected") and c.move_every % a.every:
+        raise ThinpipeError(
+            f"compression.move_every = {c.move_every} is no multiple of average.every = {a.every}; the basis moves in all replicas at once"
+        )
+    if p.replicas > 1 and config.train.roll_back_above:
+        raise ThinpipeError("train.roll_back_above and pipeline.replicas above 1 don't go together; leave one of them out")
+    replica = config.network.replica
+    if p.replicas > 1 and config.network.rdzv is not None and replica is None:
+        raise ThinpipeError(
+            f"pipeline.replicas = {p.replicas} over several machines needs network.replica: the one this machine belongs to"
+        )
+    if replica is not None:
+        if not 0 <= replica < p.replicas:
+            raise ThinpipeError(f"network.replica = {replica} must be from 0 to pipeline.replicas - 1 = {p.replicas - 1}")
+        if config.network.rdzv is None:
+            raise ThinpipeError("network.replica needs network.rdzv = HOST:PORT, where the replicas meet")
+
+
+def _check_prometheus(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    six = host.startswith("[") and host.endswith("]")
+    try:
+        ip: ipaddress.IPv4Address | ipaddress.IPv6Address
+        ip = ipaddress.IPv6Address(host[1:-1]) if six else ipaddress.IPv4Address(host)
+        usable = port.isdecimal() and 0 < int(port) < 65536
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ThinpipeError(f"run.prometheus = {address!r} is not IP:PORT; write it as in 127.0.0.1:9400 or [::1]:9400")
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_unspecified or ip.is_global:
+        raise ThinpipeError(
+            f"run.prometheus = {address!r} would tell strangers about the run, for nothing there is encrypted or asks who reads; "
+            "use 127.0.0.1 or this machine's private address in the mesh"
+        )
 
 
 def _check_network(config: Config) -> None:

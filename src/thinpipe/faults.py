@@ -37,7 +37,7 @@ class Fault:
 
     Attributes:
         what: kill: SIGKILL; stop: SIGSTOP, as if frozen; delay: `seconds` of sleep; poison: a NaN in what the stage hands on.
-        stage: who.
+        stage: who; replica: in which one.
         step: from this step on (from 1), as soon as the moment comes.
         at: begin: before the step; forward, backward: after the first micro-batch's; end: before the optimizer; save: when the
             stage's file is written and not yet sealed; move: when the basis has moved and the weights have not.
@@ -48,6 +48,7 @@ class Fault:
     step: int
     at: Moment = "begin"
     seconds: float = 0.0
+    replica: int = 0
 
 
 def write(path: Path, faults: Sequence[Fault]) -> None:
@@ -63,13 +64,16 @@ def happened(path: Path) -> dict[int, tuple[float, int]]:
     return {number: (float(when), int(step)) for number, (when, step) in told.items()}
 
 
-def draw(seed: int, count: int, stages: int, steps: range, what: What = "kill") -> list[Fault]:
+def draw(seed: int, count: int, stages: int, steps: range, what: What = "kill", replicas: int = 1) -> list[Fault]:
     """`count` faults in the order of their steps, the stages in turn, moments and distances drawn from the seed."""
     drawn = random.Random(seed)
     at = sorted(drawn.sample(steps, count))
-    who = [i % stages for i in range(count)]
+    who = [divmod(i % (stages * replicas), stages) for i in range(count)]
     drawn.shuffle(who)
-    return [Fault(what=what, stage=stage, step=step, at=drawn.choice(MOMENTS)) for stage, step in zip(who, at, strict=True)]
+    return [
+        Fault(what=what, stage=stage, replica=replica, step=step, at=drawn.choice(MOMENTS))
+        for (replica, stage), step in zip(who, at, strict=True)
+    ]
 
 
 def read(path: Path) -> list[Fault]:
@@ -78,30 +82,30 @@ def read(path: Path) -> list[Fault]:
         listed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ThinpipeError(f"{VARIABLE} = {path} can't be read: {error}") from None
-    kinds = {"what": What, "stage": int, "step": int, "at": Moment, "seconds": float}
+    kinds = {"what": What, "stage": int, "step": int, "at": Moment, "seconds": float, "replica": int}
     faults = []
     for entry in listed if isinstance(listed, list) else [listed]:
         if not isinstance(entry, dict) or not {"what", "stage", "step"} <= entry.keys() <= kinds.keys():
-            raise ThinpipeError(f"{path}: {entry!r} is no fault; give what, stage, step, and perhaps at and seconds")
+            raise ThinpipeError(f"{path}: {entry!r} is no fault; give what, stage, step, and perhaps at, seconds and replica")
         for key, value in entry.items():
             check_type(value, kinds[key], f"{path}: {key}")
         faults.append(Fault(**entry))
     return faults
 
 
-def arm(stage: int) -> None:
+def arm(stage: int, replica: int = 0) -> None:
     """In a worker: have this stage's faults happen when their moments come. Nothing without THINPIPE_FAULTS."""
     if (named := os.environ.get(VARIABLE)) is None:
         return
-    _Armed(Path(named), stage).wrap()
+    _Armed(Path(named), stage, replica).wrap()
 
 
 class _Armed:
     """The moments are reached through the library's own functions, wrapped here, so that nothing else knows of faults."""
 
-    def __init__(self, path: Path, stage: int) -> None:
+    def __init__(self, path: Path, stage: int, replica: int) -> None:
         self.path, self.step = path, 0
-        self.faults = [(number, fault) for number, fault in enumerate(read(path)) if fault.stage == stage]
+        self.faults = [(number, fault) for number, fault in enumerate(read(path)) if (fault.stage, fault.replica) == (stage, replica)]
 
     def wrap(self) -> None:
         from . import checkpoint, model, optim, pipeline, trainer

@@ -127,7 +127,7 @@ def evaluate(folder: Path, batches: int = 0) -> dict[str, Any]:
     data = prepare(config)
     if data.digest != run.data_digest:
         raise ThinpipeError(f"the data differs from what {folder} was trained on; bring the same files, tokenizer and Python version")
-    validation = [to_tensor(batch) for batch in data.validation(config.train.batch, batches)]
+    validation = [to_tensor(batch) for batch in data.validation(config.share, batches)]
     with connect(config.network.timeout) as alone:
         loss = Pipeline(run.stage, alone, config.pipeline, config.micro_batch).evaluate(validation)
     tokens = sum(int((batch[:, 1:] != PAD).sum()) for batch in validation)

@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -243,6 +244,44 @@ def reporting_failures() -> Iterator[None]:
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def side_by_side(commands: Sequence[Sequence[str]], env: Mapping[str, str], logs: Sequence[Path], named: str) -> None:
+    """Run commands of `thinpipe` on this machine until all have ended; the first one tells this terminal, the others their logs.
+
+    Args:
+        named: what a command is called in errors, with {} for its number.
+
+    Raises:
+        ThinpipeError: a command's own words.
+        Stopped: a stop was asked for, and the commands have ended.
+    """
+    stop = StopRequest()
+    with contextlib.ExitStack() as stack:
+        processes: list[subprocess.Popen[str]] = []
+        for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            told = stack.enter_context(open(log, "w", encoding="utf-8")) if i else None
+            # A session of its own: Ctrl-C reaches it once, from here.
+            processes.append(
+                subprocess.Popen(command, env=dict(env), stdout=subprocess.DEVNULL, stderr=told, text=True, start_new_session=True)
+            )
+        passed_on = False
+        while any(process.poll() is None for process in processes):
+            if stop.asked and not passed_on:
+                passed_on = True
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.terminate()
+            time.sleep(0.1)
+    statuses = [process.returncode for process in processes]
+    if STOPPED in statuses or (stop.asked and any(statuses)):
+        raise Stopped
+    # Who lost a peer ends with 1, whose user made a mistake with 2: the cause comes first.
+    for i in sorted(range(len(commands)), key=lambda i: -statuses[i]):
+        if statuses[i]:
+            text = "" if i == 0 else "".join(logs[i].read_text(encoding="utf-8", errors="replace").splitlines(True)[-2:]).strip()
+            raise ThinpipeError(f"{named.format(i)} ended with status {statuses[i]}{': ' + text if text else ''}")
 
 
 def die_with_parent() -> None:

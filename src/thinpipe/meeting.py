@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from .config import NetworkConfig, ThinpipeError
-from .topology import address_towards
+from .topology import address_towards, listen_on, refuse_public
 
 _HEARTBEAT = 1  # seconds between a machine's signs of life
 _HEARTBEATS = 6  # missing ones after which its place is free
@@ -54,21 +55,26 @@ class Meeting:
 def meeting(network: NetworkConfig, name: str, say: Say = print) -> Meeting:
     """Find this machine's address and wait until the meeting's host listens, before anything heavy starts.
 
-    Raises ThinpipeError if there is no way to it, its port is taken, or nobody listens after network.patience seconds.
+    Raises ThinpipeError if there is no way to it, it is public, its port is taken, or nobody listens after network.patience seconds.
     """
     assert network.rdzv is not None
     host, _, port_text = network.rdzv.rpartition(":")
     port = int(port_text)
     address = network.addr or address_towards(host, port)
     try:
-        own = socket.gethostbyname(host) == address
+        there = socket.gethostbyname(host)
     except OSError as error:
         raise ThinpipeError(f"network.rdzv: the name {host} is unknown ({error}); give an address") from None
+    own = there == address
     try:
+        if not network.insecure:
+            refuse_public(socket.gethostbyname(address), there)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port if own else 0))
     except OSError as error:
+        if own and error.errno == errno.EADDRINUSE and network.replica is not None:  # another replica's command here keeps it
+            return Meeting(network.rdzv, name, network.needed, address, False, network.patience)
         remedy = "another run may use it; choose another port" if own else "network.addr must be an address of this machine"
         raise ThinpipeError(f"can't listen on {address}:{port if own else 0} ({error.strerror}); {remedy}") from None
     met = Meeting(network.rdzv, name, network.needed, address, own, network.patience)
@@ -107,12 +113,10 @@ class Rendezvous(DynamicRendezvousHandler):
         # With torch's shared store a machine keeps the address of the first round's leader and waits there for ever
         # when another one leads the next.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        options = {"is_host": meeting.is_host, "read_timeout": _SILENCE}
-        parameters = RendezvousParameters("c10d", meeting.endpoint, meeting.name, meeting.nodes, meeting.nodes, meeting.address, **options)
-        backend, store = create_backend(parameters)
-        if meeting.is_host and meeting.nodes > 1:
+        store = _open_store(meeting)
+        if meeting.is_host:
             threading.Thread(target=keep_time, args=(store,), daemon=True).start()
-        elif not meeting.is_host:
+        else:
             try:
                 check_clock(store, meeting.endpoint)
             except RuntimeError as error:  # the store's; ours is no such
@@ -120,7 +124,7 @@ class Rendezvous(DynamicRendezvousHandler):
         made = cls.from_backend(
             meeting.name,
             store,
-            backend,
+            C10dRendezvousBackend(store, meeting.name),
             meeting.nodes,
             meeting.nodes,
             meeting.address,
@@ -131,7 +135,7 @@ class Rendezvous(DynamicRendezvousHandler):
         assert isinstance(made, Rendezvous)
         made.say = say
         if not meeting.is_host:
-            _give_up_silence(meeting.endpoint)
+            give_up_silence(meeting.endpoint)
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -163,6 +167,20 @@ class Rendezvous(DynamicRendezvousHandler):
                 told = line
 
 
+def _open_store(meeting: Meeting) -> TCPStore:
+    """Raises RendezvousConnectionError."""
+    host, _, port = meeting.endpoint.rpartition(":")
+    listener = None
+    if meeting.is_host:
+        with contextlib.suppress(OSError):  # taken: by an earlier life in this process, whose server torch finds again, or torch says so
+            listener = listen_on(meeting.address, int(port))
+    silence = timedelta(seconds=_SILENCE)
+    try:
+        return TCPStore(host, int(port), is_master=meeting.is_host, timeout=silence, multi_tenant=True, master_listen_fd=listener)
+    except (ValueError, RuntimeError) as error:
+        raise RendezvousConnectionError("no store") from error
+
+
 def keep_time(store: Store) -> None:
     """On the meeting's host: write its clock into the store, again and again."""
     with contextlib.suppress(RuntimeError):  # the store is gone
@@ -188,7 +206,7 @@ def check_clock(store: Store, endpoint: str) -> None:
         time.sleep(_TICK / 3)
 
 
-def _give_up_silence(endpoint: str) -> None:
+def give_up_silence(endpoint: str) -> None:
     """Have the kernel end this process's connections to the meeting's host that get no answer (Linux).
 
     Torch waits for an answer without a deadline, and a machine that was cut off would wait for the kernel's retries: minutes.

@@ -364,7 +364,7 @@ def build_stages(config: Config, vocab: int, stages: Sequence[int] | None = None
                 config.segments_of_stage(stage, count),
                 layers,
                 make_codec(config.compression, method.wire_width, wire),
-                config.train.batch * spec.context,
+                config.share * spec.context,
                 tables=config.compression.stage_table,
                 seed=config.static_seed,
                 ids_travel=config.data.source == "first",

@@ -196,15 +196,18 @@ class Optimizer:
 
         Row-constant second moments don't depend on the basis.
         """
-        for name, (parameter, role) in self.named.items():
-            if role.coordinates is None:
-                continue
+        for name, (parameter, _) in self.named.items():
             state = self._of(name)
-            moments = [state[key] for key in FIRST_MOMENTS if key in state]
-            for tensor in (parameter, *moments):
-                T = T_KK.to(tensor.device)
-                wide = tensor.double()
-                tensor.copy_(wide @ T if role.coordinates == 1 else T.T @ wide)
+            for tensor in (parameter, *(state[key] for key in FIRST_MOMENTS if key in state)):
+                self.turn(name, tensor, T_KK)
+
+    @torch.no_grad()
+    def turn(self, name: str, tensor: torch.Tensor, T_KK: torch.Tensor) -> None:
+        """Express a tensor that is laid out like the parameter of that name in the new basis, in place, if it has coordinates."""
+        coordinates = self.named[name][1].coordinates
+        if coordinates is not None:
+            T, wide = T_KK.to(tensor.device), tensor.double()
+            tensor.copy_(wide @ T if coordinates == 1 else T.T @ wide)
 
 
 def learning_rate(optim: OptimConfig, train: TrainConfig, step: int) -> float:

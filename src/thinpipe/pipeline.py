@@ -10,8 +10,8 @@ Legend: B sequences, S = context + 1 tokens of a window, T context, W numbers pe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from . import schedule
 from .config import PipelineConfig
 from .data import PAD
 from .model import Stage
+from .replicas import ALONE, Alone
 from .schedule import Action
+from .tally import Tally
 from .topology import EVALUATE_TAG, STEP_TAG, TALLY_TAG, TIED_TAG, Topology
 
 _PASSES = ("received activations", "activations", "received gradients", "gradients")  # what a stage takes in and hands on
@@ -43,11 +45,22 @@ class _Passage:
     Args:
         actions: the stage's list; the methods below are named after its kinds.
         micro_batch: sequences of a micro-batch.
+        arm: called before the last backward.
     """
 
-    def __init__(self, stage: Stage, here: Topology, actions: list[Action], micro_batch: int, tag: int, wire: Wire) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        here: Topology,
+        actions: list[Action],
+        micro_batch: int,
+        tag: int,
+        wire: Wire,
+        arm: Callable[[], None] = lambda: None,
+    ) -> None:
         self.stage, self.here, self.actions = stage, here, actions
-        self.micro_batch, self.tag, self.wire = micro_batch, tag, wire
+        self.micro_batch, self.tag, self.wire, self.arm = micro_batch, tag, wire, arm
+        self._backwards = sum(action.kind == "backward" for action in actions)
         self.losses: list[torch.Tensor] = []
         self.sizes: dict[str, list[torch.Tensor]] = {what: [] for what in _PASSES}
         self._done = 0
@@ -124,6 +137,9 @@ class _Passage:
             wire = self._arrived("backward", m, self.here.stage + 1).view(self._wire_shape)
             grad = codec.decode_gradient(wire.to(stage.device), out.dtype)
             self._note("received gradients", grad)
+        self._backwards -= 1
+        if not self._backwards:
+            self.arm()
         torch.autograd.backward(out, grad)
         if c_BTW is not None:
             assert c_BTW.grad is not None
@@ -160,57 +176,29 @@ class _Passage:
         return message.nbytes
 
 
-@dataclass
-class Tally:
-    """What all stages learn of a step by one small message down the pipeline and one up (DESIGN.md, one step).
-
-    Fields add up over the stages. The last stage's gradients are finished first, so the running sums travel down behind the
-    last gradients; the first stage knows the total at once, and it travels up ahead of the next step's first activation.
-    """
-
-    square_norm: float = 0.0
-    loss: float = 0.0
-    wire_forward: float = 0.0
-    wire_backward: float = 0.0
-    stop: float = 0.0
-    written: float = 0.0
-    failed: float = 0.0
-    energy: float = 0.0
-
-    @property
-    def norm(self) -> float:
-        """Global gradient norm; NaN where a gradient is."""
-        return math.sqrt(self.square_norm) if self.square_norm >= 0 else math.nan
-
-    def tensor(self) -> torch.Tensor:
-        return torch.tensor(list(vars(self).values()), dtype=torch.float64)
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Tally:
-        return Tally(*tensor.tolist())
-
-
 class Pipeline:
     """The trainable pipeline as one of its processes sees it.
 
     Args:
         stage: this process's part of the model.
         micro_batch: sequences per micro-batch; every batch must have micro_batch * micro_batches of them.
+        replicas: the other pipelines of the run, with which gradients are averaged.
     """
 
-    def __init__(self, stage: Stage, topology: Topology, config: PipelineConfig, micro_batch: int) -> None:
-        self.stage, self.topology = stage, topology
+    def __init__(self, stage: Stage, topology: Topology, config: PipelineConfig, micro_batch: int, replicas: Alone = ALONE) -> None:
+        self.stage, self.topology, self.replicas = stage, topology, replicas
         self.micro_batch, self.batch = micro_batch, micro_batch * config.micro_batches
         self.wire = Wire()
         self._expected: dict[str, tuple[dist.Work, torch.Tensor]] = {}  # the tally's receives
         self._next: _Passage | None = None  # the next step's, whose receives are posted
         self._sizes: dict[str, list[torch.Tensor]] = {}  # of what the last step passed on
+        self._whole = True  # whether all replicas' gradients are in this stage's
         name = "wan" if config.schedule == "auto" else config.schedule  # where nobody has measured: any gives the same numbers
         self.actions = schedule.actions(name, topology.stages, config.micro_batches, config.warmup)
         self._forwards = schedule.forwards(topology.stages, config.micro_batches)
 
     def _passage(self, actions: list[list[Action]], tag: int, wire: Wire) -> _Passage:
-        return _Passage(self.stage, self.topology, actions[self.topology.stage], self.micro_batch, tag, wire)
+        return _Passage(self.stage, self.topology, actions[self.topology.stage], self.micro_batch, tag, wire, self.replicas.arm)
 
     def _split(self, tokens_BS: torch.Tensor | None) -> list[torch.Tensor]:
         """The batch as micro-batches; nothing where the ids come with the messages."""
@@ -243,8 +231,14 @@ class Pipeline:
             self._next.post()
         passage.finish()
         self._sizes = passage.sizes
+        self._whole = self.replicas.finish()
         self._add_tied_gradients()
         return float(torch.stack(passage.losses).double().sum()) if passage.losses else 0.0
+
+    def average_again(self) -> None:
+        """Average the step's gradients with the replicas that are left."""
+        self._whole = self.replicas.again()
+        self._add_tied_gradients()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[torch.Tensor | None]) -> float:
@@ -271,7 +265,7 @@ class Pipeline:
         here = self.topology
         squares = gradient_squares(self.stage)
         self._expect_tally()
-        total = own.tensor()
+        total = replace(own, torn=float(not self._whole)).tensor()
         if not here.is_last:
             work, from_above = self._expected.pop("above")
             here.wait(work, here.stage + 1)
@@ -279,7 +273,9 @@ class Pipeline:
         # One addition per parameter in the model's order: the norm is the same bits for any number of stages.
         for square in squares:
             total[0] += square
-        if not here.is_first:
+        if here.is_first:
+            total = self.replicas.decide(Tally.of(total)).tensor()
+        else:
             sent = here.isend(total, here.stage - 1, TALLY_TAG)
             work, total = self._expected.pop("below")
             here.wait(work, here.stage - 1)

@@ -4,8 +4,9 @@ RUN/config.toml     the config with segments resolved
 RUN/metrics.jsonl   one event per line
 RUN/checkpoints/    see checkpoint.py
 RUN/tokenizer.json  the tokenizer, if the data has one
-    RUN/result.json     the summary of a finished run
+RUN/result.json     the summary of a finished run
 RUN/logs/           what the stages said
+RUN/replicas/N/     the same of replica N, from 1, where all of them run on one machine
 """
 
 from __future__ import annotations
@@ -53,6 +54,13 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
         what = f"run.name = {config.run.name!r}" if folder is None else f"run.dir = {str(folder)!r}"
         raise ThinpipeError(f"{what} can't be used: {error.strerror}; give run.dir a folder that can be written") from None
     return config, folder, remarks
+
+
+def of_replica(folder: Path, replica: int, replicas: int) -> list[str]:
+    """The options of the command that trains one replica of the run in `folder`; each has a folder of its own."""
+    if replicas == 1:
+        return ["--run.dir", str(folder)]
+    return ["--network.replica", str(replica), "--run.dir", str(folder / "replicas" / str(replica) if replica else folder)]
 
 
 def _with_tokenizer(config: Config) -> Config:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from . import launch
 from .checkpoint import newest_step
 from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
-from .meeting import meeting
+from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import finished, open_run, result_of
-from .topology import Topology, connect, under_launcher
+from .run import finished, of_replica, open_run, result_of
+from .topology import Topology, connect, listen_on, under_launcher
 from .trainer import Result, Trainer
 
 _MEMORY = "memory.json"  # in a machine's scratch folder
@@ -40,7 +44,10 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
         launch.Stopped: the run was stopped by a signal, after saving.
     """
     if under_launcher():
-        with connect(config.network.timeout, config.network.node_rank) as topology, topology.naming_peers():
+        with (
+            connect(config.network.timeout, config.network.node_rank, insecure=config.network.insecure) as topology,
+            topology.naming_peers(),
+        ):
             return train_together(config, topology, say)
     if config.network.rdzv is not None:
         return _join(config.check(), say, debug)
@@ -50,6 +57,8 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
     if (done := finished(folder, config)) is not None:
         say(f"{folder} is finished; raise train.steps to train on")
         return Result(**done)
+    if config.pipeline.replicas > 1:
+        return _beside_each_other(config, folder, say, debug)
     say(f"run {folder}: {config.compression.method}, {config.pipeline.stages} stages, {config.segments} segments")
     prepare(config)  # a mistake in the data is told once, before any process starts
     restarts = launch.Restarts(config.network.restarts, lambda: newest_step(folder / "checkpoints"))
@@ -59,11 +68,31 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
     return Result(**result)
 
 
+def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None], debug: bool) -> Result:
+    """All replicas on this machine, a command each, as they would run on several; they meet here."""
+    replicas = config.pipeline.replicas
+    say(f"run {folder}: {config.compression.method}, {replicas} replicas of {config.pipeline.stages} stages, {config.segments} segments")
+    prepare(config)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listen_on("127.0.0.1", 0))
+    threading.Thread(target=keep_time, args=(store,), daemon=True).start()
+    commands = []
+    for replica in range(replicas):
+        command = [sys.executable, "-m", "thinpipe", "train", str(folder / "config.toml"), "--network.rdzv", f"127.0.0.1:{store.port}"]
+        commands.append([*command, *of_replica(folder, replica, replicas), *(["--debug"] if debug else [])])
+    cores = len(os.sched_getaffinity(0))
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // (replicas * config.pipeline.stages)))}
+    launch.side_by_side(commands, env, [folder / "logs" / f"replica-{replica}.txt" for replica in range(replicas)], "replica {}")
+    result = result_of(folder)
+    assert result is not None
+    return Result(**result)
+
+
 def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | None:
     """This machine's share of a run over several; the summary where the first stage is."""
     prepare(config)
     network, share = config.network, config.pipeline.stages // config.network.needed
-    met = meeting(network, f"thinpipe-{config.run.name}", say=say)
+    replica = "" if network.replica is None else f"-{network.replica}"
+    met = meeting(network, f"thinpipe-{config.run.name}{replica}", say=say)
     with tempfile.TemporaryDirectory(prefix="thinpipe-join-") as scratch:
         folder = Path(scratch)
         write_whole(folder / "config.toml", dump(config))

@@ -1,62 +1,57 @@
-"""`thinpipe status`: how a run stands, from its folder alone: on the first stage's machine, or wherever the folder is shared."""
+"""`thinpipe status`: how a run stands, from its folder (on the first stage's machine, or wherever it is shared) or its endpoint."""
 
 from __future__ import annotations
 
-import time
+import http.client
+import re
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from .checkpoint import newest_step
 from .config import ThinpipeError
+from .endpoint import PATH, read
 from .metrics import read_events
+from .standing import Standing
 
-_COMPLAINTS = 3  # newest ones that are shown
+_PATIENCE = 5.0  # seconds to wait for an endpoint
+_LARGEST = 1 << 20  # bytes of an answer that are read
 
 
-def status(folder: Path) -> dict[str, Any]:
-    """How a run stands.
+def status(where: str | Path) -> dict[str, Any]:
+    """How a run stands; see `Standing.told`.
 
-    Returns:
-        run, method, stages; step of steps; loss of the last step and the newest val_loss (None: none yet); seconds_per_step and
-        tokens_per_s, medians of the last 20 steps; link_mbit, what a boundary carries in one direction on average, Mbit/s;
-        restarts; refused_steps; checkpoint, the newest one's step; silent_s, seconds since the run was heard of; finished;
-        complaints, the newest ones.
+    Args:
+        where: the run's folder, or HOST:PORT, where it serves Prometheus text.
 
-    Raises ThinpipeError if the folder holds no run.
+    Raises ThinpipeError if there is no run, or it can't be reached.
     """
-    events = [event for event in read_events(folder / "metrics.jsonl") if "event" in event]
+    if re.fullmatch(r"[^/]+:\d{1,5}", str(where)) and not Path(where).exists():
+        return _ask(str(where))
+    folder = Path(where)
+    events = list(read_events(folder / "metrics.jsonl"))
     if not any(event["event"] == "start" for event in events):
         raise ThinpipeError(f"{folder} holds no run that has started (no metrics.jsonl with a start); give the folder of a run")
     try:
-        return _told(folder, events)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return Standing(events).told(str(folder), newest_step(folder / "checkpoints"))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ThinpipeError(f"{folder / 'metrics.jsonl'} is damaged ({type(error).__name__}: {error})") from None
 
 
-def _told(folder: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
-    starts = [event for event in events if event["event"] == "start"]
-    newest: dict[str, dict[str, Any]] = {event["event"]: event for event in events}
-    last, evaluated = newest.get("step", {}), newest.get("eval", {})
-    config, stages, seconds, step = starts[-1]["config"], starts[-1]["stages"], last.get("seconds"), last.get("step", 0)
-    sent = last.get("wire_forward", 0) + last.get("wire_backward", 0)
-    return {
-        "run": str(folder),
-        "method": config["compression"]["method"],
-        "stages": stages,
-        "step": step,
-        "steps": config["train"]["steps"],
-        "loss": last.get("loss"),
-        "val_loss": evaluated.get("val_loss"),
-        "seconds_per_step": seconds,
-        "tokens_per_s": last["tokens"] / step / seconds if seconds else None,
-        "link_mbit": sent * 8e-6 / (2 * (stages - 1)) / seconds if seconds and stages > 1 else None,
-        "restarts": len(starts) - 1,
-        "refused_steps": last.get("refused", 0),
-        "checkpoint": newest_step(folder / "checkpoints"),
-        "silent_s": max(0.0, time.time() - events[-1].get("time", time.time())),
-        "finished": events[-1]["event"] == "result",
-        "complaints": [event["text"] for event in events if event["event"] == "complaint"][-_COMPLAINTS:],
-    }
+def _ask(address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_PATIENCE)
+    try:
+        connection.request("GET", PATH)
+        return read(connection.getresponse().read(_LARGEST).decode(errors="replace"))
+    except (OSError, OverflowError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ThinpipeError(f"{address} can't be reached ({why}); is the run training there, with run.prometheus?") from None
+    except (LookupError, TypeError, ValueError, http.client.HTTPException):
+        raise ThinpipeError(f"{address} is no thinpipe run's; give the HOST:PORT of its run.prometheus") from None
+    finally:
+        connection.close()
 
 
 def describe(told: dict[str, Any]) -> dict[str, str]:
@@ -66,12 +61,15 @@ def describe(told: dict[str, Any]) -> dict[str, str]:
         return "–" if told[key] is None else format(told[key], form)
 
     heard = "finished" if told["finished"] else f"heard of {told['silent_s']:.0f} s ago"
-    rows = {
-        "step": f"{told['step']} of {told['steps']}, {heard}",
+    forward, backward = (decimal(int(told[f"total_bytes_{direction}"])) for direction in ("forward", "backward"))
+    at_work = {"replicas": f"{told['replicas']} at work"} if told["replicas"] > 1 else {}
+    rows = at_work | {
+        "step": f"{told['step']} of {told['steps']}, {told['tokens']:,} tokens, {heard}",
         "loss": f"{number('loss', '.4f')}, validation {number('val_loss', '.4f')}",
         "speed": f"{number('seconds_per_step', '.3f')} s per step, {number('tokens_per_s', ',.0f')} tokens/s",
         "links": f"{number('link_mbit', '.3g')} Mbit/s on average, each boundary and direction",
+        "sent": f"{forward} forward and {backward} backward, over all boundaries",
         "checkpoint": "none yet" if told["checkpoint"] is None else f"step {told['checkpoint']}",
         "trouble": f"{told['restarts']} restarts, {told['refused_steps']} steps refused",
     }
-    return rows | {f"complaint {i}": text for i, text in enumerate(told["complaints"], 1)}
+    return rows | {f"complaint {i}": text for i, text in enumerate(told["complaints"] or [], 1)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import json
 import os
 import socket
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from .config import ThinpipeError
 
@@ -152,6 +152,16 @@ def address_towards(host: str, port: int) -> str:
         raise ThinpipeError(f"no way to {host} ({error}); check the name and this machine's network") from None
 
 
+def refuse_public(*addresses: str) -> None:
+    """Raises ThinpipeError if one is public: nothing of a run is encrypted or authenticated."""
+    for address in addresses:
+        if ipaddress.ip_address(address).is_global:
+            raise ThinpipeError(
+                f"{address} is a public address, where anybody could read the run and join it; put the machines into a mesh "
+                "(thinpipe mesh) and meet at an address inside, or say network.insecure = true"
+            )
+
+
 def _interface_of(address: str) -> str | None:
     """Name of the network interface that has this address (Linux; else None).
 
@@ -164,6 +174,42 @@ def _interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
+
+
+def side_group(store: dist.Store, rank: int, size: int, threads: int, meet: float, timeout: float) -> Any:
+    """A Gloo group beside the pipeline's, on the same network interface; torch's registry doesn't know it, so it just goes.
+
+    Args:
+        store: where its members find each other, within `meet` seconds.
+        threads: operations under way at the same time.
+        timeout: seconds that an operation may last.
+
+    Returns a ProcessGroupGloo (Any, since torch's types leave its methods out). Raises RuntimeError if they don't meet.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options, names = kind._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = [kind.create_device(interface=name) for name in names.split(",") if name] or [kind.create_default_device()]
+    options._timeout, options._threads = timedelta(seconds=meet), threads
+    group = kind(store, rank, size, options)
+    group._set_default_timeout(timedelta(seconds=timeout))
+    return group
+
+
+def listen_on(host: str, port: int) -> int:
+    """Descriptor of a socket that listens on one address of this machine; a store that is handed it listens nowhere else.
+
+    Raises OSError if the port is taken there.
+    """
+    return socket.create_server((host, port), backlog=512).detach()
+
+
+def _open_store(master: str, port: int, rank: int, world: int, deadline: timedelta) -> dist.TCPStore:
+    """Where the stages find each other; the first one holds it, unless torchrun does."""
+    holds, listener = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", None
+    if holds:
+        with contextlib.suppress(ValueError):  # a name may mean another address here (127.0.1.1) than elsewhere: all addresses then
+            listener = listen_on(str(ipaddress.IPv4Address(master)), port)
+    return dist.TCPStore(master, port, world, is_master=holds, timeout=deadline, master_listen_fd=listener)
 
 
 def _stage_of(store: dist.Store, rank: int, world: int, wanted: int | None, before: int | None) -> int:
@@ -189,13 +235,14 @@ def _stage_of(store: dist.Store, rank: int, world: int, wanted: int | None, befo
 
 
 @contextlib.contextmanager
-def connect(timeout: float, node_rank: int | None = None, before: int | None = None) -> Iterator[Topology]:
+def connect(timeout: float, node_rank: int | None = None, before: int | None = None, insecure: bool = False) -> Iterator[Topology]:
     """Join the processes of this run, or be a pipeline of one when started alone.
 
     Args:
         timeout: seconds that any wait for a peer may last.
         node_rank: this machine's place in the pipeline (None: the one it had before, else one that is left).
         before: its place in an earlier life of the run, if it had one.
+        insecure: whether this machine's address may be public.
 
     Raises:
         PeerLost: the others did not come within the deadline.
@@ -208,14 +255,17 @@ def connect(timeout: float, node_rank: int | None = None, before: int | None = N
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
         master, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         try:
-            if (interface := _interface_of(address_towards(master, port))) is not None:
+            address = address_towards(master, port)
+            if not insecure:
+                refuse_public(address)
+            if (interface := _interface_of(address)) is not None:
                 env.setdefault("GLOO_SOCKET_IFNAME", interface)
-            store = next(rendezvous("env://", rank, world, timeout=deadline))[0]
+            store = _open_store(master, port, rank, world, deadline)
             rank = _stage_of(store, rank, world, node_rank, before)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
         except ThinpipeError:
             raise
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise PeerLost(f"stage {rank} can't reach {master}:{port} or a peer within {timeout:g} s (network.timeout): {error}") from error
     else:
         rank, world, local = 0, 1, (0, 1)

@@ -17,7 +17,7 @@ import torch
 
 from . import launch, subspace
 from .calibrate import choose_schedule
-from .checkpoint import Checkpoint, Checkpointer, find, newest_step
+from .checkpoint import Checkpointer, find, newest_step
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
 from .device import pick_device, share_cores, use_bf16
@@ -27,9 +27,11 @@ from .method import GradientStatistic, Subspace
 from .metrics import Metrics, read_events, to_json, write_whole
 from .model import build_stages
 from .optim import Optimizer, clip_scale, learning_rate
-from .pipeline import Pipeline, Tally, share_owned, to_tensor
+from .pipeline import Pipeline, share_owned, to_tensor
 from .planner import Choice
+from .replicas import State, join_replicas
 from .run import TOKENIZER
+from .tally import Tally
 from .topology import Topology
 from .watch import RankWatch, stream_writers
 
@@ -102,7 +104,8 @@ class Trainer:
         if options.schedule == "auto":
             self.choice = choose_schedule(self.stage, topology, config)
             options = replace(options, schedule=self.choice.schedule, warmup=self.choice.warmup)
-        self.pipeline = Pipeline(self.stage, topology, options, config.micro_batch)
+        self.replicas = join_replicas(config, topology)
+        self.pipeline = Pipeline(self.stage, topology, options, config.micro_batch, self.replicas)
         self._take_basis()
         share_owned(self.stage, self.here)
         self.optimizer = Optimizer(self.stage.roles(), config.optim, self.stage.spec.width)
@@ -113,7 +116,10 @@ class Trainer:
         self.done_steps = self.refused = self.refused_in_a_row = 0
         self.skipped = 0  # batches that roll-backs have left out
         self.moved: dict[str, Any] | None = None
+        self.sequences = 0  # that all replicas have trained on
+        self.replicas.watch([(name, parameter) for name, parameter, _ in self.stage.roles()])
         resumed = self._resume()
+        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._give, self._take, self._say)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
@@ -127,6 +133,10 @@ class Trainer:
         Raises launch.Stopped after saving when a stop was asked for.
         """
         config = self.config
+        if self.finished_elsewhere:
+            self.metrics.say("the other replicas have finished this run meanwhile")
+            self.metrics.close()
+            return None
         self.metrics.event("start", step=self.done_steps, config=to_dict(config), stages=self.here.stages)
         if self.choice is not None:
             self.metrics.event("schedule", step=self.done_steps, **self.choice._asdict())
@@ -150,6 +160,7 @@ class Trainer:
                 val_loss = self.evaluate()
             if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0 and not self.refused_in_a_row:
                 self.save()
+        self.replicas.leave(self.done_steps == config.train.steps)
         self.save()
         self._told(self.checkpoints.finish())
         if self.checkpoints.newest != self.done_steps:
@@ -169,7 +180,12 @@ class Trainer:
         config = self.config
         self.optimizer.zero_grad()
         loss = self.pipeline.step(self.batch(step), another=step + 1 < self._last)
-        total = self.pipeline.tally(self._own_tally(loss))
+        own = self._own_tally(loss)
+        total = self.pipeline.tally(own)
+        while self.replicas.follow(total):  # one was lost in the middle: the others average what they have without it
+            self.pipeline.average_again()
+            total = self.pipeline.tally(own)
+        self.sequences += config.share * self.replicas.members
         if math.isfinite(total.norm) and math.isfinite(total.loss):
             self.refused_in_a_row = 0
             watched = config.train.watch_every and (step + 1) % config.train.watch_every == 0
@@ -190,9 +206,11 @@ class Trainer:
                 self.statistic.drop()
             self._refuse(step + 1)
         self.done_steps = step + 1
+        self.replicas.stepped(self.done_steps, self.done_steps == self._last)
         every = config.compression.move_every
         if isinstance(self.stage.method, Subspace) and every and self.done_steps % every == 0 and self.done_steps < config.train.steps:
             self.move_subspace(self.stage.method, self.batch(step))
+        self.replicas.admit(self._give)
         return total
 
     def _refuse(self, step: int) -> None:
@@ -219,7 +237,7 @@ class Trainer:
         found = None if at is None else find(self.folder / "checkpoints", self.here, self.wants, self._say)
         if found is None or found.step != at:
             raise ThinpipeError(f"the loss of step {spiked} is a spike, and there is no checkpoint to roll back to; save more often")
-        self._load(found)
+        self._load(found.tensors(self.wants(set(found.names))))
         self.done_steps, self.moved = found.step, None
         self.skipped += spiked - found.step
         self.metrics.close()
@@ -237,6 +255,7 @@ class Trainer:
         energy_before = 0.0
         old_DK = method.U_DK.clone()
         moved_DK = method.U_DK.cpu().contiguous()
+        self._average_statistic()
         if self.statistic is not None:
             energy_before = subspace.captured_energy(old_DK, self.statistic.M_DK, float(self.statistic.square_norm))
             moved_DK = subspace.move(method.U_DK, self.statistic.M_DK, self.config.compression.move_step)
@@ -244,7 +263,9 @@ class Trainer:
             self.statistic.reset()
         self.here.broadcast(moved_DK, self.here.stages - 1)
         method.U_DK.copy_(moved_DK)
-        self.optimizer.transport(subspace.transport(old_DK, method.U_DK))
+        T_KK = subspace.transport(old_DK, method.U_DK)
+        self.optimizer.transport(T_KK)
+        self.replicas.transport(lambda name, tensor: self.optimizer.turn(name, tensor, T_KK))
         self.moved = {
             "step": self.done_steps,
             "energy_before": self.here.gather(energy_before)[-1],
@@ -253,6 +274,12 @@ class Trainer:
             "loss_after": self.pipeline.evaluate([tokens_BS]),
         }
 
+    def _average_statistic(self) -> None:
+        """The gradients of all replicas decide where the basis goes."""
+        own = [] if self.statistic is None else [self.statistic.M_DK, self.statistic.square_norm]
+        for tensor, mean in zip(own, self.replicas.average(own), strict=True):
+            tensor.copy_(mean)
+
     @property
     def _last(self) -> int:
         """Steps that are done when this life of the run ends by itself."""
@@ -260,8 +287,11 @@ class Trainer:
         return min(train.steps, train.stop_at or train.steps)
 
     def batch(self, step: int) -> torch.Tensor | None:
-        """The step's tokens, (batch, context + 1), or None where the ids come over the boundary."""
-        return None if self.data is None else to_tensor(self.data.batch(step + self.skipped, self.config.train.batch))
+        """This replica's share of the step's tokens, (share, context + 1), or None where the ids come over the boundary."""
+        if self.data is None:
+            return None
+        first, share = self.replicas.number * self.config.share, self.config.share
+        return to_tensor(self.data.batch(step + self.skipped, self.config.train.batch)[first : first + share])
 
     def evaluate(self) -> float:
         """Mean validation loss, in nats per token."""
@@ -273,7 +303,9 @@ class Trainer:
         train = self.config.train
         if self.data is None:
             return iter([None] * self.eval_batches)
-        return (to_tensor(batch) for batch in self.data.validation(train.batch, train.eval_batches))
+        # The same sequences for any number of replicas; each replica looks at all of them.
+        batches = self.data.validation(train.batch, train.eval_batches)
+        return (share for batch in batches for share in to_tensor(batch).split(self.config.share))
 
     # Building
 
@@ -281,7 +313,7 @@ class Trainer:
         """All stages train on the same tokens; returns the tokenizer's entries."""
         mine: dict[str, Any] = {}
         if self.data is not None:
-            batches = sum(1 for _ in self.data.validation(self.config.train.batch, self.config.train.eval_batches))
+            batches = sum(1 for _ in self._validation())
             mine = {"vocab": self.data.vocab, "digest": self.data.digest, "eval_batches": batches}
         everyone = self.here.gather([self.here.host, mine])
         first = everyone[0][1]
@@ -314,19 +346,24 @@ class Trainer:
 
     def owned(self) -> dict[str, torch.Tensor]:
         """What a checkpoint takes from this stage, by global name; a tied table is the first stage's."""
-        tensors = self.stage.weights() | {f"optim/{name}": tensor for name, tensor in self.optimizer.state().items()}
+        tensors = self._state()
         if not self.here.is_first:
             tensors = {name: tensor for name, tensor in tensors.items() if "/embed.weight" not in name}
         if not self.here.is_last:
             tensors.pop("basis/U", None)
+        return tensors
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """All that this stage would need to go on from here."""
+        tensors = self.stage.weights() | {f"optim/{name}": tensor for name, tensor in self.optimizer.state().items()}
         if self.statistic is not None:
             tensors |= {"basis/M": self.statistic.M_DK, "basis/square_norm": self.statistic.square_norm}
-        return tensors
+        return tensors | self.replicas.state()
 
     def wants(self, names: set[str]) -> set[str]:
         """Which of a checkpoint's tensors this stage needs: all its parameters and basis, and the moments that there are."""
         weights = self.stage.weights().keys() - (set() if self.here.is_last else {"basis/U"})
-        moments = {n for n in names if n.startswith("optim/") and f"model/{n.split('/')[1]}" in weights}
+        moments = {n for n in names if n.startswith(("optim/", "outer/")) and f"model/{n.split('/')[1]}" in weights}
         statistic = names & {"basis/M", "basis/square_norm"} if self.statistic is not None else set()
         return weights | moments | statistic
 
@@ -337,15 +374,32 @@ class Trainer:
             "config": to_dict(self.config),
             "vocab": self.stage.spec.vocab,
             "segments": [[r.start, r.stop] for r in self.config.layers_of_segments],
-            "tokens": self.done_steps * self.stage.batch_tokens,
             # All randomness is drawn from (seed, step), so these two are the state of every generator.
             "random": {"seed": self.config.run.seed, "step": self.done_steps},
             "data": self.digest,
             "static": self.stage.method.digest(),
-            "refused_steps": self.refused,
-            "skipped_batches": self.skipped,
         }
-        self.checkpoints.save(self.done_steps, self.owned(), facts)
+        self.checkpoints.save(self.done_steps, self.owned(), facts | self._progress())
+
+    def _progress(self) -> dict[str, int]:
+        return {"step": self.done_steps, "refused_steps": self.refused, "skipped_batches": self.skipped, "sequences": self.sequences}
+
+    def _go_on(self, progress: dict[str, Any]) -> None:
+        self.done_steps, self.refused = progress["step"], progress["refused_steps"]
+        self.skipped, self.sequences = progress["skipped_batches"], progress["sequences"]
+
+    def _give(self) -> State:
+        """This stage's state, for a newcomer among the replicas."""
+        return self._state(), self._progress()
+
+    def _take(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
+        """Go on from another replica's state. COLLECTIVE."""
+        self._load(tensors)
+        self._go_on(progress)
+        if self.statistic is not None:  # the other's tokens are in its own already
+            self.statistic.reset()
+        if self.here.is_first:
+            self._say(f"took over the state of step {self.done_steps} from another replica")
 
     def _resume(self) -> int | None:
         found = find(self.folder / "checkpoints", self.here, self.wants, self._say)
@@ -358,27 +412,32 @@ class Trainer:
             return None
         if found.facts["data"] != self.digest:
             raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")
-        self._load(found)
-        self.done_steps, self.refused = found.step, found.facts["refused_steps"]
-        self.skipped = found.facts.get("skipped_batches", 0)
+        self._load(found.tensors(self.wants(set(found.names))))
+        self._go_on({"step": found.step, "skipped_batches": 0, "sequences": found.step * self.config.train.batch} | found.facts)
         if self.here.is_first:
             self._say(f"resumed from step {found.step}")
         return found.step
 
-    def _load(self, found: Checkpoint) -> None:
-        tensors = found.tensors(self.wants(set(found.names)))
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
         self.stage.load_weights(tensors)
         self.optimizer.load({n.removeprefix("optim/"): t for n, t in tensors.items() if n.startswith("optim/")})
         if self.statistic is not None and "basis/M" in tensors:
             self.statistic.M_DK.copy_(tensors["basis/M"])
             self.statistic.square_norm.copy_(tensors["basis/square_norm"])
+        self.replicas.load(tensors)
         share_owned(self.stage, self.here)
 
     # Reporting
 
     def _open_metrics(self) -> Metrics:
-        first = self.here.is_first
-        return Metrics(self.folder / "metrics.jsonl" if first else None, self.config.train.steps, self.done_steps, quiet=not first)
+        run, steps = self.config.run, self.config.train.steps
+        if not self.here.is_first:
+            return Metrics(None, steps, self.done_steps, quiet=True)
+        board = self.folder / "tensorboard" if run.tensorboard else None
+        metrics = Metrics(self.folder / "metrics.jsonl", steps, self.done_steps, tensorboard=board)
+        if run.prometheus is not None and self.replicas.number == 0:
+            metrics.serve(run.prometheus, str(self.folder), lambda: self.checkpoints.newest)
+        return metrics
 
     @staticmethod
     def _say(line: str) -> None:
@@ -391,6 +450,7 @@ class Trainer:
             loss=loss,
             wire_forward=wire.forward,
             wire_backward=wire.backward,
+            average_bytes=self.replicas.take_bytes(),
             stop=float(asked),
             written=float(state == "written"),
             failed=float(state == "failed"),
@@ -403,7 +463,8 @@ class Trainer:
             self.metrics.event("complaint", step=self.done_steps, text=complaint)
 
     def _report(self, total: Tally, seconds: float) -> None:
-        config, tokens = self.config, self.stage.batch_tokens
+        config, replicas = self.config, self.replicas
+        tokens = self.stage.batch_tokens * replicas.members
         lr = learning_rate(config.optim, config.train, self.done_steps - 1)
         self.metrics.event(
             "step",
@@ -412,17 +473,24 @@ class Trainer:
             norm=total.norm,
             lr=lr,
             seconds=seconds,
-            tokens=self.done_steps * tokens,
+            tokens=self._tokens,
             wire_forward=int(total.wire_forward),
             wire_backward=int(total.wire_backward),
             refused=self.refused,
             **({"energy": total.energy} if total.energy else {}),
+            **({"replicas": replicas.members, "average_bytes": int(total.average_bytes)} if config.pipeline.replicas > 1 else {}),
         )
         per_token, _ = self._wire_per_token(total)
         refused = f"  refused {self.refused}" if self.refused else ""
+        missing = f"  without {replicas.missing} of {config.pipeline.replicas} replicas" if replicas.missing else ""
         self.metrics.progress(
-            self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}"
+            self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}{missing}"
         )
+
+    @property
+    def _tokens(self) -> int:
+        """That the run has trained on, by all replicas."""
+        return self.sequences * self.stage.spec.context
 
     def _report_ranks(self, step: int) -> None:
         everyone = self.here.gather(self.watch.after_step())
@@ -453,10 +521,10 @@ class Trainer:
             stages=self.here.stages,
             segments=config.segments,
             steps=self.done_steps,
-            tokens=self.done_steps * stage.batch_tokens,
+            tokens=self._tokens,
             train_loss=float(np.mean(tail)),
             val_loss=val_loss,
-            tokens_per_s=stage.batch_tokens / median(steady),
+            tokens_per_s=stage.batch_tokens * self.replicas.members / median(steady),
             seconds_per_step=median(steady),
             wire_bytes_per_token=per_token,
             wire_bytes_forward=total.wire_forward,

@@ -21,8 +21,9 @@ from .data import prepare
 from .device import pick_device, share_cores, use_bf16
 from .model import Stage, build_stages
 from .optim import clip_scale
-from .pipeline import Pipeline, Tally, share_owned, to_tensor
+from .pipeline import Pipeline, share_owned, to_tensor
 from .run import open_run
+from .tally import Tally
 from .topology import Topology
 
 _VERIFY_TAG = 10
@@ -165,7 +166,7 @@ def verify_stage(config: Config, topology: Topology) -> dict[str, Any]:
     """One worker's part of `thinpipe verify`, on the first batch of the configured data."""
     share_cores(topology)
     data = prepare(config)
-    return compare(config, topology, data.vocab, to_tensor(data.batch(0, config.train.batch)))
+    return compare(config, topology, data.vocab, to_tensor(data.batch(0, config.share)))
 
 
 def verify(config: Config, folder: Path, debug: bool = False) -> dict[str, Any]:

@@ -23,8 +23,11 @@ def main() -> None:
             from .runner import join, remembered
 
             before = remembered(folder).get("place")
-        with connect(config.network.timeout, config.network.node_rank, before) as topology, topology.naming_peers():
-            faults.arm(topology.stage)
+        with (
+            connect(config.network.timeout, config.network.node_rank, before, config.network.insecure) as topology,
+            topology.naming_peers(),
+        ):
+            faults.arm(topology.stage, config.network.replica or 0)
             if command == "join":
                 join(config, topology, folder)
             elif command == "probe":

@@ -8,7 +8,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from thinpipe.config import from_dict
 from thinpipe.model import Stage, build_stages
-from thinpipe.pipeline import Pipeline, Tally
+from thinpipe.pipeline import Pipeline
+from thinpipe.tally import Tally
 from thinpipe.topology import Topology, connect
 
 VOCAB = 70_000  # beyond 16-bit ids (FIELD.md kind 16)

@@ -9,7 +9,8 @@ from conftest import tiny
 from thinpipe import planner
 from thinpipe.config import from_dict
 from thinpipe.model import build_stages
-from thinpipe.pipeline import Pipeline, Tally
+from thinpipe.pipeline import Pipeline
+from thinpipe.tally import Tally
 from thinpipe.topology import connect
 
 VOCAB = 300

@@ -29,7 +29,7 @@ def test_a_short_cut_is_ridden_out_and_a_long_one_survived(tmp_path: Path) -> No
     with lab(parse_links("80mbit,5ms", 1), 2, prefix="thinpipecut") as net:
         machines = []
         for place in range(2):
-            command = train_on(net.hosts, place, str(config), "--run.dir", str(tmp_path / "run"), "--network.timeout", str(TIMEOUT))
+            command = train_on(net.hosts, place, config, tmp_path / "run", "--network.timeout", str(TIMEOUT))
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             machines.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         for step, seconds in ((5, TIMEOUT / 2), (25, 2 * TIMEOUT)):

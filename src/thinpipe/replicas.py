@@ -1,0 +1,462 @@
+"""Replicas: pipelines that train one model on other parts of each batch, average, and may come and go.
+
+Each replica is a pipeline with a process group and a life of its own. The processes of one stage, over all replicas, average
+over a group that is made anew whenever who takes part changes (council.py). A step counts when all members have averaged all
+their stages; else those who are left average what they have kept once more, without the lost one. So no batch is counted
+twice, and one that is lost is seen in the number of members.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .codecs import Integers
+from .config import Config
+from .council import Council, Epoch, Member, store_at
+from .meeting import Say, give_up_silence
+from .tally import Tally
+from .topology import PeerLost, Topology, side_group
+
+_BUCKET = 1 << 20  # bytes of gradients that go off together
+_AT_ONCE = 8  # buckets under way: one alone waits for the links' delays more than it travels
+_PIECE = 1 << 20  # bytes of a newcomer's state per message: each has the whole of network.timeout
+_MEETING = 8.0  # seconds in which the members of a new epoch come together
+_BLOCK = 256  # numbers that share a step of int8
+
+State = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and facts (JSON)
+Give = Callable[[], State]
+Take = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+
+
+class Alone:
+    """The only pipeline of its run; nobody to average with.
+
+    Attributes:
+        number: this replica's; members: those that take part; missing: those that do not.
+    """
+
+    number, members, missing = 0, 1, 0
+
+    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Average these from now on; in the model's order."""
+
+    def enter(self, step: int, give: Give, take: Take, say: Say) -> bool:
+        """Join those who are at work, with the state of so many steps, or begin together. COLLECTIVE in the pipeline.
+
+        Args:
+            give: returns this stage's state; take: replaces it by a member's.
+
+        Returns False if the others have finished the run. Raises PeerLost if they or their state could not be reached.
+        """
+        return True
+
+    def arm(self) -> None:
+        """The backward that comes is the batch's last: each gradient that it finishes goes off."""
+
+    def finish(self) -> bool:
+        """Put the average in the place of this stage's gradients; False if a member was lost meanwhile."""
+        return True
+
+    def again(self) -> bool:
+        """The same with those who are left."""
+        return True
+
+    def decide(self, total: Tally) -> Tally:
+        """On the first stage: what the step's tally comes to among all replicas."""
+        return total
+
+    def follow(self, total: Tally) -> bool:
+        """On every stage, when the tally is known: whether the gradients must be averaged again."""
+        return False
+
+    def average(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean over all members, however many get lost meanwhile. COLLECTIVE in the pipeline and over the replicas."""
+        return tensors
+
+    def stepped(self, step: int, last: bool) -> None:
+        """The optimizer has done its step number `step`. COLLECTIVE like `average`."""
+
+    def admit(self, give: Give) -> None:
+        """Between two steps: let newcomers in. COLLECTIVE in the pipeline."""
+
+    def transport(self, turn: Callable[[str, torch.Tensor], None]) -> None:
+        """The basis has moved: `turn` expresses the tensor of a parameter's name in the new one, in place."""
+
+    def take_bytes(self) -> int:
+        """Bytes that this stage sent to other replicas since the last call."""
+        return 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps beside weights and moments."""
+        return {}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state()` gave."""
+
+    def leave(self, finished: bool) -> None:
+        """This replica trains no more; with `finished`, nobody else need come."""
+
+
+ALONE = Alone()
+
+
+class Replicas(Alone):
+    """Gradients averaged in every step: the same as one pipeline with the whole batch, to rounding.
+
+    Args:
+        here: this replica's pipeline.
+    """
+
+    def __init__(self, config: Config, here: Topology) -> None:
+        assert config.network.rdzv is not None and config.network.replica is not None
+        self.here, self.number, self.config = here, config.network.replica, config
+        self._timeout, self._patience = config.network.timeout, config.network.patience
+        connect = partial(store_at, config.network.rdzv, f"thinpipe-{config.run.name}/replicas", self._timeout)
+        self._store = connect()
+        self._council = Council(connect, self.number, config.pipeline.replicas) if here.is_first else None
+        give_up_silence(config.network.rdzv)
+        self._me: Member = tuple(here.gather(self._council.me if self._council else None)[0])
+        self._epoch, self._next = Epoch(0, ()), Epoch(0, ())
+        self._group: Any = None  # a ProcessGroupGloo; torch's types leave its methods out
+        self._armed, self._sent = False, 0
+
+    @property
+    def members(self) -> int:  # type: ignore[override]
+        return len(self._epoch.members)
+
+    @property
+    def missing(self) -> int:  # type: ignore[override]
+        return self.config.pipeline.replicas - self.members
+
+    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._named = list(parameters)
+        self._parameters = [parameter for _, parameter in reversed(self._named)]  # as a backward finishes them
+        self._buckets: list[list[nn.Parameter]] = [[]]
+        for parameter in self._parameters:
+            if sum(p.nbytes for p in self._buckets[-1]) >= _BUCKET:
+                self._buckets.append([])
+            self._buckets[-1].append(parameter)
+        self._bucket_of = {parameter: i for i, bucket in enumerate(self._buckets) for parameter in bucket}
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._finished)
+
+    # Gradients
+
+    def arm(self) -> None:
+        self._armed = True
+        self._waiting_for = [len(bucket) for bucket in self._buckets]
+        self._works: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def _finished(self, parameter: nn.Parameter) -> None:
+        if not self._armed:
+            return
+        self._waiting_for[self._bucket_of[parameter]] -= 1
+        # In the same order on all members, whatever order the gradients come in.
+        while len(self._works) < len(self._buckets) and not self._waiting_for[len(self._works)] and self._send_bucket():
+            pass
+
+    def _send_bucket(self) -> bool:
+        """Begin the average of the next bucket; False if the group is lost."""
+        bucket = self._buckets[len(self._works)]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        buffer = torch.cat([grad.float().flatten() for grad in gradients]).cpu()
+        work = self._begin_sum(buffer)
+        if work is not None:
+            self._works.append((work, buffer))
+        return work is not None
+
+    def finish(self) -> bool:
+        self._armed = False
+        self._own = [parameter.grad for parameter in self._parameters]  # kept for another average
+        return self._collect()
+
+    def again(self) -> bool:
+        for parameter, own in zip(self._parameters, self._own, strict=True):
+            parameter.grad = own
+        self._works = []
+        return self._collect()
+
+    def _collect(self) -> bool:
+        while len(self._works) < len(self._buckets) and self._send_bucket():
+            pass
+        if not all(self._ended(work) for work, _ in self._works) or len(self._works) < len(self._buckets):
+            return False
+        for bucket, (_, buffer) in zip(self._buckets, self._works, strict=True):
+            buffer /= self.members
+            for parameter, mean in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = mean.view_as(parameter).to(parameter)
+        return True
+
+    def decide(self, total: Tally) -> Tally:
+        losses, total.torn, total.epoch = self._vote(not total.torn, total.loss, bool(total.stop))
+        if not total.torn:
+            total.loss = sum(losses) / len(losses)
+        return total
+
+    def follow(self, total: Tally) -> bool:
+        self._turn_to(int(total.epoch))
+        if total.torn:
+            self._meet()
+        return bool(total.torn)
+
+    # Who takes part
+
+    def enter(self, step: int, give: Give, take: Take, say: Say) -> bool:
+        if self._council is not None:
+            self._council.announce(step)
+        told, began = 0, time.monotonic()
+        while True:
+            epoch, there, over = None, 0, False
+            if self._council is not None:
+                over = self._council.is_over()
+                epoch, there = self._council.admitted(self._patience), len(self._council.present())
+            text, over = self.here.gather([str(epoch) if epoch else None, over])[0]
+            if over:
+                return False
+            if text is not None:
+                break
+            if self._council is not None and there != told and time.monotonic() - began > 3:
+                say(f"waiting for replicas: {there} of {self.config.pipeline.replicas} are here")
+                told = there
+            time.sleep(0.1)
+        self._next = Epoch.of(text)
+        self._meet()
+        if self._group is None:
+            raise PeerLost(f"replica {self.number} did not come together with the others within {_MEETING:g} s")
+        if self._me in self._next.newcomers:
+            take(*self._receive())
+        else:
+            self._give(give)
+        return True
+
+    def admit(self, give: Give) -> None:
+        if self._next.number != self._epoch.number and self._me in self._next.members:
+            self._meet()
+            self._give(give)
+
+    def leave(self, finished: bool) -> None:
+        if self._council is not None:
+            if finished:
+                self._council.finish()
+            self._council.close()
+        self._group = None
+
+    def _vote(self, well: bool, loss: float, leaving: bool) -> tuple[list[float], float, float]:
+        """Returns the members' losses, whether they must average again, and the number of the epoch that follows (0: the same)."""
+        assert self._council is not None
+        ballots = self._council.vote({"well": well, "loss": loss, "leaving": leaving})
+        agreed = all(ballot is not None and ballot["well"] for ballot in ballots.values())
+        gone = {member for member, ballot in ballots.items() if ballot is not None and ballot["leaving"]} if agreed else set()
+        after = self._council.next_epoch(ballots, gone, agreed)
+        return [ballot["loss"] for ballot in ballots.values() if ballot is not None], float(not agreed), float(after.number if after else 0)
+
+    def _turn_to(self, epoch: int) -> None:
+        if epoch:
+            self._next = Epoch.of(self._store.get(f"epoch/{epoch}").decode())
+
+    def _meet(self) -> None:
+        """Make the group of the next epoch; without one, the next average fails, and whoever is lost is found out."""
+        self._epoch, self._group = self._next, None
+        store = dist.PrefixStore(f"group/{self._epoch.number}/{self.here.stage}", self._store)
+        rank, size = self._epoch.members.index(self._me), self.members
+        try:
+            self._group = side_group(store, rank, size, _AT_ONCE, _MEETING, self._timeout)
+        except RuntimeError:
+            self._group = None
+
+    # Messages
+
+    def _begin_sum(self, buffer: torch.Tensor) -> dist.Work | None:
+        """Begin to add up `buffer` over the members, in place; None if one is lost."""
+        if self._group is None:
+            return None
+        # A ring sends each part of the buffer twice over every link but one.
+        self._sent += 2 * buffer.nbytes * (self.members - 1) // self.members
+        try:
+            return self._group.allreduce([buffer])
+        except RuntimeError:
+            self._group = None
+            return None
+
+    def _ended(self, work: dist.Work) -> bool:
+        try:
+            work.wait()
+        except RuntimeError:
+            self._group = None
+            return False
+        return True
+
+    def average(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._agreed(partial(self._mean, tensors))
+
+    def _agreed(self, average: Callable[[], list[torch.Tensor] | None]) -> list[torch.Tensor]:
+        """What `average` gives when it goes well on all stages of all members; on those who are left, if one gets lost."""
+        while True:
+            mean = average()
+            well = all(self.here.gather(mean is not None))
+            verdict = self._vote(well, 0.0, False) if self._council is not None else None
+            _, torn, epoch = self.here.gather(verdict)[0]
+            self._turn_to(int(epoch))
+            if not torn:
+                assert mean is not None
+                return mean
+            self._meet()
+
+    def _mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The members' mean; None if one was lost."""
+        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+        works = [self._begin_sum(copy) for copy in copies]
+        if not all(work is not None and self._ended(work) for work in works):
+            return None
+        return [(copy / self.members).to(tensor) for copy, tensor in zip(copies, tensors, strict=True)]
+
+    def _give(self, give: Give) -> None:
+        """Send this stage's state to the epoch's newcomers, if this replica is to do that."""
+        if self._me != self._epoch.source or not self._epoch.newcomers or self._group is None:
+            return
+        tensors, facts = give()
+        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        about = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), _digest(t)] for n, t in ready.items()}
+        head = torch.frombuffer(bytearray(json.dumps({"tensors": about, "facts": facts}).encode()), dtype=torch.uint8)
+        try:
+            for newcomer in self._epoch.newcomers:
+                to = self._epoch.members.index(newcomer)
+                for message in (torch.tensor([head.numel()]), head, *(piece for tensor in ready.values() for piece in _pieces(tensor))):
+                    self._group.send([message], to, 0).wait()
+        except RuntimeError:
+            self._group = None  # the newcomer is lost; the next average finds out
+
+    def _receive(self) -> State:
+        """The other end of `_give`. Raises PeerLost if the state did not come, or not whole."""
+        assert self._group is not None and self._epoch.source is not None
+        source = self._epoch.source[0]
+        origin = self._epoch.members.index(self._epoch.source)
+        try:
+            size = torch.zeros(1, dtype=torch.int64)
+            self._group.recv([size], origin, 0).wait()
+            head = torch.empty(int(size), dtype=torch.uint8)
+            self._group.recv([head], origin, 0).wait()
+            told = json.loads(bytes(head.numpy()))
+            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape, _) in told["tensors"].items()}
+            for tensor in tensors.values():
+                for piece in _pieces(tensor):
+                    self._group.recv([piece], origin, 0).wait()
+        except RuntimeError as error:
+            raise PeerLost(f"replica {self.number} lost replica {source}, which sent it its state: {error}") from error
+        for name, tensor in tensors.items():
+            if _digest(tensor) != told["tensors"][name][2]:
+                raise PeerLost(f"{name} came damaged from replica {source} to replica {self.number}")
+        return tensors, told["facts"]
+
+    def take_bytes(self) -> int:
+        sent, self._sent = self._sent, 0
+        return sent
+
+
+class DistantReplicas(Replicas):
+    """DiLoCo (arXiv 2311.08105): each replica trains by itself; every H steps they average how far they have come.
+
+    The mean way of H steps is a gradient for an outer step by SGD with Nesterov's momentum, from where all began; H,
+    learning rate and momentum are `[average]`'s. Inner moments stay each replica's own.
+    """
+
+    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._named = list(parameters)
+        self._begin()
+        self._momentum = {name: torch.zeros_like(parameter) for name, parameter in self._named}
+
+    def _begin(self) -> None:
+        self._anchor = {name: parameter.detach().clone() for name, parameter in self._named}
+
+    def arm(self) -> None:
+        pass
+
+    def finish(self) -> bool:
+        return True
+
+    def decide(self, total: Tally) -> Tally:
+        return total
+
+    def follow(self, total: Tally) -> bool:
+        return False
+
+    @torch.no_grad()
+    def stepped(self, step: int, last: bool) -> None:
+        options = self.config.average
+        if step % options.every and not last:
+            return
+        ways = [self._anchor[name] - parameter for name, parameter in self._named]
+        ways = self._agreed(partial(self._mean if options.wire == "float32" else self._rounded_mean, ways))
+        for (name, parameter), way in zip(self._named, ways, strict=True):
+            outer_step(self._anchor[name], way, self._momentum[name], options.outer_lr, options.outer_momentum)
+            parameter.copy_(self._anchor[name])
+
+    def _rounded_mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The mean of what all send as int8, rounded at random; None if a member was lost."""
+        if self._group is None:
+            return None
+        codec = Integers(8, _BLOCK)
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(1, -1, _BLOCK)
+        wire = codec.encode_gradient(padded, None).contiguous()
+        theirs = [torch.empty_like(wire) for _ in range(self.members)]
+        self._sent += wire.nbytes * (self.members - 1)
+        try:
+            work = self._group.allgather([theirs], [wire])
+        except RuntimeError:
+            self._group = None
+            return None
+        if not self._ended(work):
+            return None
+        total = torch.zeros_like(padded)
+        for one in theirs:
+            total += codec.decode_gradient(one, total.dtype)
+        mean = (total / self.members).flatten()[: len(flat)].split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor).to(tensor) for part, tensor in zip(mean, tensors, strict=True)]
+
+    def transport(self, turn: Callable[[str, torch.Tensor], None]) -> None:
+        for name, _ in self._named:
+            turn(name, self._momentum[name])
+        self._begin()  # all are where they began: the basis moves right after an average
+
+    def state(self) -> dict[str, torch.Tensor]:
+        kinds = (("anchor", self._anchor), ("momentum", self._momentum))
+        return {f"outer/{name}/{kind}": tensor for kind, tensors in kinds for name, tensor in tensors.items()}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        for full, tensor in self.state().items():
+            if full in state:
+                tensor.copy_(state[full])
+
+
+@torch.no_grad()
+def outer_step(weights: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, lr: float, beta: float) -> None:
+    """One step of SGD with Nesterov's momentum as torch.optim.SGD does it, in place (arXiv 2311.08105, algorithm 1)."""
+    momentum.mul_(beta).add_(gradient)
+    weights.add_(gradient + beta * momentum, alpha=-lr)
+
+
+def join_replicas(config: Config, here: Topology) -> Alone:
+    """This process's side of its run's replicas, by the config."""
+    if config.pipeline.replicas == 1:
+        return ALONE
+    return (DistantReplicas if config.average.every else Replicas)(config, here)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The memory of a contiguous tensor as bytes, in messages."""
+    return tensor.view(-1).view(torch.uint8).split(_PIECE)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()
