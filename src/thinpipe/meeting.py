@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -25,9 +25,13 @@ from .topology import address_towards, listen_on, refuse_public
 _HEARTBEAT = 1  # seconds between a machine's signs of life
 _HEARTBEATS = 6  # missing ones after which its place is free
 _SILENCE = 10  # seconds after which a connection to the meeting's host that answers nothing is given up
+_LOOK = 0.2  # seconds
 _CLOCK = "thinpipe/clock"  # the host's, in the meeting's store
 _TICK = 0.3  # seconds between two of its settings
 _QUIET = 3.0  # seconds of waiting for others that go without a word
+
+# Machines that meet look every so often whether the others are there, torch's once a second: a new start takes several looks.
+dynamic_rendezvous._delay = lambda seconds: time.sleep(_LOOK)
 
 Say = Callable[[str], None]
 
