@@ -27,6 +27,7 @@ from thinpipe.lab import Link, parse_links
 from thinpipe.model import Stage, build_stages
 from thinpipe.optim import Optimizer
 from thinpipe.planner import Costs, best_schedule, bound, simulate
+from thinpipe.planner.costs import with_averages
 from thinpipe.planner.counts import flops, saved_bytes, stage_sizes, weight_copies
 from thinpipe.planner.network import Clock, Cores, Event
 
@@ -432,7 +433,7 @@ def test_gpus() -> None:
 
 def test_plan_of_the_published_setting() -> None:
     llama = load(RECIPE).check()
-    plan = planner.plan(llama, 50257, parse_links(llama.plan.link, 31), planner.find_gpu(llama.plan.gpu), replicas=2)
+    plan = planner.plan(llama, 50257, parse_links(llama.plan.link, 31), planner.find_gpu(llama.plan.gpu))
     keys = json.loads(json.dumps(plan.as_dict()))
     for key in ("seconds_per_step", "tokens_per_s", "bound", "memory_gb", "wire_bytes_per_token", "dense_seconds_per_step"):
         assert key in keys
@@ -441,9 +442,28 @@ def test_plan_of_the_published_setting() -> None:
     assert plan.wire_bytes_forward == plan.wire_bytes_backward == 32 * 1024 * 80 * 31
     assert 5 < plan.speedup_vs_dense < 15  # published: 13
     assert 11 < max(plan.memory_gb) < 14
-    assert plan.tokens_per_s == pytest.approx(2 * 32 * 1024 / plan.seconds_per_step)
+    assert plan.tokens_per_s == pytest.approx(32 * 1024 / plan.seconds_per_step)
     assert plan.days == pytest.approx(1e10 / plan.tokens_per_s / 86400)
     assert plan.least_seconds_per_step < plan.seconds_per_step
+
+
+def test_replicas_wait_for_their_averages_and_a_vote() -> None:
+    link = Link(up=80e6, down=40e6, delay=0.02)
+    alone = planner.Costs.uniform(2, 0.1, 0.2, 1000, optimizer=0.05)
+    waiting = replace(alone, average=(1.0, 0.3), vote=0.25)  # the last stage's is over when the first one's gradients are ready
+    actions = schedule.actions("wan", 2, 4)
+    took = [planner.simulate(actions, costs, [link]).seconds_per_step for costs in (alone, waiting)]
+    assert took[1] - took[0] == pytest.approx(1.25)
+
+    groups: dict[str, Any] = {"pipeline": {"stages": 2, "replicas": 4, "micro_batches": 4}, "train": {"batch": 16}}
+    distant = {"average": {"every": 10, "wire": "int8"}, "compression": {"move_every": 10}}
+    synchronous, apart = from_dict(groups).check(), from_dict(groups | distant).check()
+    numbers = [stage_sizes(synchronous, synchronous.spec(4096), stage).parameters for stage in range(2)]
+    told = with_averages(alone, synchronous, 4096, [link])
+    assert told.average == pytest.approx([4 * n * 8 * 1.5 / 40e6 + 6 * 0.02 for n in numbers]) and told.vote == pytest.approx(0.12)
+    told = with_averages(alone, apart, 4096, [link])
+    assert told.average == pytest.approx([(n * 8 * 3 / 40e6 + 3 * 0.02) / 10 for n in numbers]) and told.vote == pytest.approx(0.012)
+    assert with_averages(alone, from_dict({"pipeline": {"stages": 2}}), 4096, [link]) == alone
 
 
 def test_plan_of_70b_on_consumer_gpus() -> None:

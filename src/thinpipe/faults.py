@@ -26,7 +26,7 @@ from .errors import ThinpipeError, check_type
 
 VARIABLE = "THINPIPE_FAULTS"
 
-What = Literal["kill", "stop", "delay", "poison"]
+What = Literal["kill", "stop", "delay", "poison", "slow"]
 Moment = Literal["begin", "forward", "backward", "end", "save", "move"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
@@ -36,7 +36,8 @@ class Fault:
     """One fault.
 
     Attributes:
-        what: kill: SIGKILL; stop: SIGSTOP, as if frozen; delay: `seconds` of sleep; poison: a NaN in what the stage hands on.
+        what: kill: SIGKILL; stop: SIGSTOP, as if frozen; delay: `seconds` of sleep; poison: a NaN in what the stage hands on; slow:
+            `seconds` of sleep whenever the moment comes from then on, as on a machine that needs so much longer.
         stage: who; replica: in which one.
         step: from this step on (from 1), as soon as the moment comes.
         at: begin: before the step; forward, backward: after the first micro-batch's; end: before the optimizer; save: when the
@@ -142,7 +143,9 @@ class _Armed:
 
     def reach(self, moment: Moment) -> None:
         for number, fault in self.faults:
-            if fault.at == moment and fault.what != "poison" and self._due(number, fault):
+            if fault.at == moment and fault.what == "slow" and self.step >= fault.step:
+                time.sleep(fault.seconds)
+            elif fault.at == moment and fault.what not in ("poison", "slow") and self._due(number, fault):
                 if fault.what == "delay":
                     time.sleep(fault.seconds)
                 else:

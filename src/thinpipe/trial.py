@@ -37,7 +37,7 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         launch.Stopped: the run was stopped by a signal, after saving.
     """
     stages, replicas = config.check().pipeline.stages, config.pipeline.replicas
-    links = parse_links(text, stages - 1, where)
+    links = parse_links(text, stages * replicas - 1, where)
     if replicas > 1 and len(set(links)) > 1:
         raise ThinpipeError(f"{where} = {text!r} has different links for the boundaries; with pipeline.replicas above 1 give one for all")
     if (missing := unavailable()) is not None:
@@ -48,8 +48,8 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
     if finished(folder, config) is not None:
         raise ThinpipeError(f"{folder} is finished; raise train.steps, or leave run.dir out for a new run")
     vocab, costs = prepare(config).vocab, calibrate(config, debug)
-    with lab(links[:1] if replicas > 1 else links, stages * replicas, seed=config.run.seed) as net:
-        achieved = net.measure()[: stages - 1]
+    with lab(links, stages * replicas, seed=config.run.seed) as net:
+        links, achieved = links[: stages - 1], net.measure()[: stages - 1]
         for i, (link, got) in enumerate(zip(links, achieved, strict=True)):
             say(
                 f"boundary {i}: asked {link}; one connection moves {got.rate:.1f} Mbit/s, "

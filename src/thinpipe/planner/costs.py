@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..config import Config
 from ..errors import ThinpipeError
+from ..lab.links import Link
 from .counts import StageSizes, flops, message_bytes, stage_sizes, tied_bytes
 
 UTILISATION = 0.4
@@ -101,12 +104,17 @@ class Costs:
     """Bytes of one micro-batch's message to the stage before."""
     tied_bytes: int = 0
     """Bytes that first and last stage each send per step for a tied table."""
+    average: tuple[float, ...] = ()
+    """Seconds that each stage waits for the other replicas' gradients after its last backward (none: there are no replicas)."""
+    vote: float = 0.0
+    """Seconds that the first stage waits for their consent."""
     cores: int | None = None
     """Cores that all stages share, one thread each; the seconds are then core-seconds (None: each stage has a machine of its own)."""
 
     def __post_init__(self) -> None:
         assert len(self.forward) == len(self.backward) == len(self.optimizer) > 0
         assert min(*self.forward, *self.backward, *self.optimizer) >= 0
+        assert len(self.average) in (0, len(self.forward)) and min(*self.average, self.vote, 0.0) >= 0
         assert min(self.forward_bytes, self.backward_bytes, self.tied_bytes) >= 0
 
     @classmethod
@@ -169,3 +177,26 @@ def calibrate(gpu: GPU, config: Config, vocab: int, measured: Costs) -> GPU:
     formula = costs_by_formula(config, vocab, gpu)
     ratio = sum(formula.forward + formula.backward) / sum(measured.forward + measured.backward)
     return replace(gpu, name=f"{gpu.name}, measured", utilisation=gpu.utilisation * ratio, bandwidth=gpu.bandwidth * ratio)
+
+
+def with_averages(costs: Costs, config: Config, vocab: int, links: Sequence[Link]) -> Costs:
+    """The costs with what replicas spend on averaging over links like the boundaries'; DiLoCo's average is spread over its steps.
+
+    A ring of R sends 2 (R - 1) / R of a stage's gradients in 2 (R - 1) turns, each of which waits for a delay; in int8 all send
+    all (R - 1 turns). A vote is three questions to the meeting's host.
+
+    Args:
+        links: one for all boundaries, or one each; without any, averages are free.
+    """
+    replicas, average = config.pipeline.replicas, config.average
+    if replicas == 1 or not links:
+        return costs
+    spec, every = config.spec(vocab), average.every or 1
+    share, turns, width = (1, replicas - 1, 1) if average.wire == "int8" else (2 / replicas, 2 * (replicas - 1), 4)
+    waits = []
+    for stage in range(costs.stages):
+        beside = links[max(0, stage - 1) : stage + 1] or links[-1:]
+        size = stage_sizes(config, spec, stage).parameters * width * share * (replicas - 1)
+        rate = min((rate for link in beside for rate in (link.up, link.down) if rate is not None), default=math.inf)
+        waits.append((8 * size / rate + turns * max(link.delay for link in beside)) / every)
+    return replace(costs, average=tuple(waits), vote=6 * max(link.delay for link in links) / every)

@@ -12,7 +12,7 @@ from ..config import Config
 from ..errors import ThinpipeError
 from ..lab import Link
 from ..lab.paths import is_star
-from .costs import GPU, Costs, costs_by_formula
+from .costs import GPU, Costs, costs_by_formula, with_averages
 from .counts import (
     WITHOUT_RANK,
     Memory,
@@ -88,7 +88,6 @@ def plan(
     *,
     costs: Costs | None = None,
     tokens: int | None = None,
-    replicas: int = 1,
 ) -> Plan:
     """Predict a run of a checked config.
 
@@ -98,19 +97,19 @@ def plan(
         gpu: what each stage has: the source of costs where none are given, and of the memory to fit.
         costs: measured ones, for the config as it is; the dense ones are then these times the ratio of the formulas.
         tokens: how many to train on (None: config.plan.tokens, or those of the config's steps).
-        replicas: pipelines beside each other; averaging them is not counted.
 
     Raises ThinpipeError if links or vocabulary don't fit the config.
     """
     stages, micro_batches = config.pipeline.stages, config.pipeline.micro_batches
+    ours = with_averages(costs or costs_by_formula(config, vocab, gpu), config, vocab, links)
+    dense_seconds = _dense_seconds(config, vocab, links, gpu, costs)
     links, spec = per_boundary(links, stages), config.spec(vocab)
-    ours = costs or costs_by_formula(config, vocab, gpu)
     name, warmup, why = resolve_schedule(config, vocab, ours, links, gpu)
     actions = schedule.actions(name, stages, micro_batches, warmup)
     timeline = simulate(actions, ours, links)
-    seconds, dense_seconds = timeline.seconds_per_step, _dense_seconds(config, vocab, links, gpu, costs)
+    seconds = timeline.seconds_per_step
     memory = memory_by_stage(config, vocab, gpu, [schedule.in_flight(stage_actions) for stage_actions in actions])
-    batch_tokens = config.train.batch * spec.context * replicas
+    batch_tokens = config.train.batch * spec.context
     tokens = tokens or config.plan.tokens or config.train.steps * batch_tokens
     forward_bytes, backward_bytes = (size * micro_batches * (stages - 1) for size in message_bytes(config))
     per_token = wire_bytes_per_token(config)
@@ -134,7 +133,7 @@ def plan(
         rank=None if config.compression.method in WITHOUT_RANK else config.compression.rank,
         stages=stages,
         micro_batches=micro_batches,
-        replicas=replicas,
+        replicas=config.pipeline.replicas,
         schedule=name,
         warmup=warmup,
         why=why,
@@ -206,6 +205,7 @@ def _dense_seconds(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, 
             return tuple(m * d / o for m, d, o in zip(*columns, strict=True))
 
         costs = replace(costs, forward=scaled("forward"), backward=scaled("backward"), optimizer=scaled("optimizer"), cores=measured.cores)
+    costs = with_averages(costs, dense, vocab, links)
     name, warmup, _ = resolve_schedule(dense, vocab, costs, links, gpu)
     return simulate(schedule.actions(name, costs.stages, config.pipeline.micro_batches, warmup), costs, links).seconds_per_step
 

@@ -122,6 +122,8 @@ class _Simulation:
                 yield from self._act(stage, step, action)
             if step + 1 < self.steps:
                 self._post(stage, step + 1, actions[:leading])
+            if self.costs.average:
+                yield self.costs.average[stage]
             yield from self._tied(stage, step)
             yield from self._tally(stage, step)
             yield from self._compute(stage, step, "optimizer", 0, self.costs.optimizer[stage])
@@ -161,7 +163,9 @@ class _Simulation:
         """Down from the last stage, added up, and up again. A stage's sends need no wait: the total comes back behind them."""
         if stage < self.last:
             yield self._message(step, "tally", 0, stage + 1, stage).arrived
-        if stage > 0:
+        if stage == 0:
+            yield self.costs.vote
+        else:
             self.network.issue(self._message(step, "tally", 0, stage, stage - 1))
             yield self._message(step, "tally", 1, stage - 1, stage).arrived
         if stage < self.last:
