@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from thinpipe import council
 from thinpipe.config import Config, from_dict
 from thinpipe.council import Council, Epoch
+from thinpipe.errors import ThinpipeError
 from thinpipe.replicas import ALONE, Replicas, join_replicas, outer_step
 from thinpipe.tally import Tally
 from thinpipe.topology import PeerLost, Topology, connect
@@ -51,7 +52,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def seated(port: int, steps: list[int], replicas: int | None = None) -> list[Council]:
     councils = [Council(opener(port), i, replicas or len(steps)) for i in range(len(steps))]
     for one, step in zip(councils, steps, strict=True):
-        one.announce(step)
+        one.announce(step, {})
     return councils
 
 
@@ -80,7 +81,7 @@ def test_a_silent_member_is_counted_out_and_comes_back_in_a_new_life(port: int) 
         b.vote({"well": True})  # it was only slow, and finds out
 
     back = Council(opener(port), 1, 2)
-    back.announce(7)
+    back.announce(7, {})
     deadline = time.monotonic() + 10
     while (after := a.next_epoch(a.vote({"well": True}), set(), True)) is None:
         assert time.monotonic() < deadline
@@ -108,6 +109,14 @@ def test_who_waits_long_enough_begins_alone_and_a_finished_run_is_over(port: int
     assert not a.is_over()
     a.finish()
     assert a.is_over()
+    a.close()
+
+
+def test_replicas_of_another_config_are_told(port: int) -> None:
+    a, b = (Council(opener(port), i, 2) for i in range(2))
+    a.announce(0, {"optim.lr": 0.1, "train.steps": 5})
+    with pytest.raises(ThinpipeError, match=r"optim.lr is 0.1 in the other replicas and 0.2 in replica 1"):
+        b.announce(0, {"optim.lr": 0.2, "train.steps": 5})
     a.close()
 
 
@@ -187,7 +196,7 @@ class Pair:
             def take(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
                 self.taken[number] = tensors, facts
 
-            return lambda: self.replicas[number].enter(steps[number], give, take, lambda _: None)
+            return lambda: self.replicas[number].enter(steps[number], {}, give, take, lambda _: None)
 
         assert together(one(0), one(1)) == [True, True]
 
@@ -240,13 +249,23 @@ def test_who_is_left_averages_its_own_again(port: int, here: Topology) -> None:
     assert not a.finish()
     total = a.decide(Tally(loss=1.0, torn=1.0))
     assert total.torn and total.epoch
-    assert a.follow(total) and a.members == 1 and a.missing == 1
+    assert a.follow(total) and a.members == 1
     assert a.again()
     for parameter, gradient in zip(pair.models[0].parameters(), own, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-8)
     total = a.decide(Tally(loss=1.0))
     assert not total.torn and not a.follow(total)
     a.leave(False)
+
+
+def test_a_meetings_host_that_is_gone_is_a_lost_peer(here: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pair = Pair(store.port, here)
+    pair.enter()
+    del store
+    with pytest.raises(PeerLost, match=r"replica 0 lost the meeting's host 127\.0\.0\.1:"):
+        pair.replicas[0].decide(Tally(loss=1.0))
+    pair.close()
 
 
 def test_a_newcomer_gets_the_others_state_whole(port: int, here: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,4 +290,4 @@ def test_a_state_that_comes_damaged_is_refused(port: int, here: Topology, monkey
 def test_one_replica_is_alone_without_a_meeting() -> None:
     config = Config()
     assert join_replicas(replace(config, pipeline=replace(config.pipeline, replicas=1)), None) is ALONE  # type: ignore[arg-type]
-    assert ALONE.enter(0, None, None, None) and ALONE.finish() and not ALONE.follow(Tally())  # type: ignore[arg-type]
+    assert ALONE.enter(0, {}, None, None, None) and ALONE.finish() and not ALONE.follow(Tally())  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
+from .errors import ThinpipeError
 from .topology import PeerLost
 
 _PULSE = 0.5  # seconds between signs of life
@@ -79,8 +80,22 @@ class Council:
         self._ended = threading.Event()
         self._listening = threading.Thread(target=self._listen, args=(connect(),), daemon=True)
 
-    def announce(self, step: int) -> None:
-        """Ask to take part, with the state of that many steps."""
+    def announce(self, step: int, about: Mapping[str, Any]) -> None:
+        """Ask to take part, with the state of that many steps.
+
+        Args:
+            about: what must be the same in all replicas (JSON), by name.
+
+        Raises ThinpipeError that names the first thing that differs from what the first replica said.
+        """
+        ours = json.loads(json.dumps(dict(about)))
+        theirs = json.loads(self.store.compare_set("about", "", json.dumps(ours)))
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                raise ThinpipeError(
+                    f"{name} is {theirs.get(name)!r} in the other replicas and {ours.get(name)!r} in replica {self.replica}; "
+                    "start all with the same config and options"
+                )
         self.store.set(f"life/{self.replica}", json.dumps([self.me[1], step]))
         self._began = time.monotonic()
         self._listening.start()
@@ -157,7 +172,8 @@ class Council:
 
     def close(self) -> None:
         self._ended.set()
-        self._listening.join()
+        if self._listening.is_alive():
+            self._listening.join(2 * _PULSE)
 
     def present(self) -> set[Member]:
         """Replicas that have announced themselves and live, this one among them."""

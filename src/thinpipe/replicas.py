@@ -8,10 +8,11 @@ twice, and one that is lost is seen in the number of members.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,21 +42,24 @@ class Alone:
     """The only pipeline of its run; nobody to average with.
 
     Attributes:
-        number: this replica's; members: those that take part; missing: those that do not.
+        number: this replica's; members: how many take part.
     """
 
-    number, members, missing = 0, 1, 0
+    number, members = 0, 1
 
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Average these from now on; in the model's order."""
 
-    def enter(self, step: int, give: Give, take: Take, say: Say) -> bool:
+    def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
         """Join those who are at work, with the state of so many steps, or begin together. COLLECTIVE in the pipeline.
 
         Args:
+            about: what must be the same in all replicas, by name (JSON).
             give: returns this stage's state; take: replaces it by a member's.
 
-        Returns False if the others have finished the run. Raises PeerLost if they or their state could not be reached.
+        Returns False if the others have finished the run.
+
+        Raises ThinpipeError if `about` differs, PeerLost if the others or their state could not be reached.
         """
         return True
 
@@ -133,10 +137,6 @@ class Replicas(Alone):
     def members(self) -> int:  # type: ignore[override]
         return len(self._epoch.members)
 
-    @property
-    def missing(self) -> int:  # type: ignore[override]
-        return self.config.pipeline.replicas - self.members
-
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._named = list(parameters)
         self._parameters = [parameter for _, parameter in reversed(self._named)]  # as a backward finishes them
@@ -211,15 +211,17 @@ class Replicas(Alone):
 
     # Who takes part
 
-    def enter(self, step: int, give: Give, take: Take, say: Say) -> bool:
+    def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
         if self._council is not None:
-            self._council.announce(step)
+            with self._asking():
+                self._council.announce(step, about)
         told, began = 0, time.monotonic()
         while True:
             epoch, there, over = None, 0, False
             if self._council is not None:
-                over = self._council.is_over()
-                epoch, there = self._council.admitted(self._patience), len(self._council.present())
+                with self._asking():
+                    over = self._council.is_over()
+                    epoch, there = self._council.admitted(self._patience), len(self._council.present())
             text, over = self.here.gather([str(epoch) if epoch else None, over])[0]
             if over:
                 return False
@@ -246,23 +248,35 @@ class Replicas(Alone):
 
     def leave(self, finished: bool) -> None:
         if self._council is not None:
-            if finished:
-                self._council.finish()
+            with contextlib.suppress(RuntimeError):  # the meeting's host may have left already
+                if finished:
+                    self._council.finish()
             self._council.close()
         self._group = None
 
     def _vote(self, well: bool, loss: float, leaving: bool) -> tuple[list[float], float, float]:
         """Returns the members' losses, whether they must average again, and the number of the epoch that follows (0: the same)."""
         assert self._council is not None
-        ballots = self._council.vote({"well": well, "loss": loss, "leaving": leaving})
+        with self._asking():
+            ballots = self._council.vote({"well": well, "loss": loss, "leaving": leaving})
         agreed = all(ballot is not None and ballot["well"] for ballot in ballots.values())
         gone = {member for member, ballot in ballots.items() if ballot is not None and ballot["leaving"]} if agreed else set()
-        after = self._council.next_epoch(ballots, gone, agreed)
+        with self._asking():
+            after = self._council.next_epoch(ballots, gone, agreed)
         return [ballot["loss"] for ballot in ballots.values() if ballot is not None], float(not agreed), float(after.number if after else 0)
 
     def _turn_to(self, epoch: int) -> None:
         if epoch:
-            self._next = Epoch.of(self._store.get(f"epoch/{epoch}").decode())
+            with self._asking():
+                self._next = Epoch.of(self._store.get(f"epoch/{epoch}").decode())
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around questions to the meeting's host: a store that is gone is a lost peer."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(f"replica {self.number} lost the meeting's host {self.config.network.rdzv}: {error}") from error
 
     def _meet(self) -> None:
         """Make the group of the next epoch; without one, the next average fails, and whoever is lost is found out."""
@@ -434,6 +448,7 @@ class DistantReplicas(Replicas):
         return {f"outer/{name}/{kind}": tensor for kind, tensors in kinds for name, tensor in tensors.items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._begin()  # here, unless the state says that it was elsewhere
         for full, tensor in self.state().items():
             if full in state:
                 tensor.copy_(state[full])

@@ -132,6 +132,20 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def common_fields(config: Config) -> dict[str, Any]:
+    """The fields, by name, that must be equal on all machines of a run."""
+    groups = to_dict(config)
+    groups["model"] |= config.sizes()
+    # Files may lie elsewhere on another machine; what is in them is compared when it has been read.
+    own = {"model.hf_config", "model.init_from", "compression.init_from", "run.dir", "run.device", "run.prometheus", "run.tensorboard"}
+    named = {
+        f"{group}.{key}": value
+        for group in ("run", "model", "compression", "pipeline", "train", "optim", "average")
+        for key, value in groups[group].items()
+    }
+    return {name: value for name, value in named.items() if name not in own} | {"data.source": groups["data"].get("source")}
+
+
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     """The summary of a run that has done all of the config's steps, or None."""
     done = result_of(folder)

@@ -20,7 +20,7 @@ from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
 from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import finished, of_replica, open_run, result_of
+from .run import common_fields, finished, of_replica, open_run, result_of
 from .topology import Topology, connect, listen_on, under_launcher
 from .trainer import Result, Trainer
 
@@ -169,17 +169,7 @@ def train_together(
 
 def _require_one_config(config: Config, topology: Topology) -> None:
     """Raise ThinpipeError that names the first field that differs between two machines. COLLECTIVE."""
-    groups = to_dict(config)
-    groups["model"] |= config.sizes()
-    # Files may lie elsewhere on another machine; what is in them is compared when it has been read.
-    files = {"model.hf_config", "model.init_from", "compression.init_from", "run.dir", "run.device"}
-    named = {
-        f"{group}.{key}": value
-        for group in ("run", "model", "compression", "pipeline", "train", "optim")
-        for key, value in groups[group].items()
-    }
-    mine = {name: value for name, value in named.items() if name not in files} | {"data.source": groups["data"].get("source")}
-    everyone = topology.gather([topology.host, mine])
+    everyone = topology.gather([topology.host, common_fields(config)])
     first_host, first = everyone[0]
     for stage, (host, theirs) in enumerate(everyone):
         for name in sorted(first.keys() | theirs.keys()):

@@ -30,7 +30,7 @@ from .optim import Optimizer, clip_scale, learning_rate
 from .pipeline import Pipeline, share_owned, to_tensor
 from .planner import Choice
 from .replicas import State, join_replicas
-from .run import TOKENIZER
+from .run import TOKENIZER, common_fields
 from .tally import Tally
 from .topology import Topology
 from .watch import RankWatch, stream_writers
@@ -117,9 +117,10 @@ class Trainer:
         self.skipped = 0  # batches that roll-backs have left out
         self.moved: dict[str, Any] | None = None
         self.sequences = 0  # that all replicas have trained on
+        self.took_part = 0  # replicas, in the last step
         self.replicas.watch([(name, parameter) for name, parameter, _ in self.stage.roles()])
         resumed = self._resume()
-        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._give, self._take, self._say)
+        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, self._say)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
@@ -185,7 +186,8 @@ class Trainer:
         while self.replicas.follow(total):  # one was lost in the middle: the others average what they have without it
             self.pipeline.average_again()
             total = self.pipeline.tally(own)
-        self.sequences += config.share * self.replicas.members
+        self.took_part = self.replicas.members
+        self.sequences += config.share * self.took_part
         if math.isfinite(total.norm) and math.isfinite(total.loss):
             self.refused_in_a_row = 0
             watched = config.train.watch_every and (step + 1) % config.train.watch_every == 0
@@ -388,6 +390,10 @@ class Trainer:
         self.done_steps, self.refused = progress["step"], progress["refused_steps"]
         self.skipped, self.sequences = progress["skipped_batches"], progress["sequences"]
 
+    def _about(self) -> dict[str, Any]:
+        """What must be the same in all replicas."""
+        return common_fields(self.config) | {"the data": self.digest, "the static embedding": self.stage.method.digest()}
+
     def _give(self) -> State:
         """This stage's state, for a newcomer among the replicas."""
         return self._state(), self._progress()
@@ -463,8 +469,8 @@ class Trainer:
             self.metrics.event("complaint", step=self.done_steps, text=complaint)
 
     def _report(self, total: Tally, seconds: float) -> None:
-        config, replicas = self.config, self.replicas
-        tokens = self.stage.batch_tokens * replicas.members
+        config, replicas = self.config, self.config.pipeline.replicas
+        tokens = self.stage.batch_tokens * self.took_part
         lr = learning_rate(config.optim, config.train, self.done_steps - 1)
         self.metrics.event(
             "step",
@@ -478,11 +484,11 @@ class Trainer:
             wire_backward=int(total.wire_backward),
             refused=self.refused,
             **({"energy": total.energy} if total.energy else {}),
-            **({"replicas": replicas.members, "average_bytes": int(total.average_bytes)} if config.pipeline.replicas > 1 else {}),
+            **({"replicas": self.took_part, "average_bytes": int(total.average_bytes)} if replicas > 1 else {}),
         )
         per_token, _ = self._wire_per_token(total)
         refused = f"  refused {self.refused}" if self.refused else ""
-        missing = f"  without {replicas.missing} of {config.pipeline.replicas} replicas" if replicas.missing else ""
+        missing = f"  without {replicas - self.took_part} of {replicas} replicas" if self.took_part < replicas else ""
         self.metrics.progress(
             self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}{missing}"
         )

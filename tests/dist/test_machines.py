@@ -28,6 +28,7 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in read_events(run / "metrics.jsonl") if event["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_machines_take_their_places_and_auto_changes_no_number(tmp_path: Path, corpus: dict[str, Any]) -> None:
     path = str(write(tmp_path, corpus, pipeline={"stages": 4, "schedule": "auto"}))
     meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2"]
@@ -48,6 +49,7 @@ def test_machines_take_their_places_and_auto_changes_no_number(tmp_path: Path, c
     assert "rdzv" not in (tmp_path / "r/config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_two_machines_of_one_place_are_told(tmp_path: Path, corpus: dict[str, Any]) -> None:
     path = str(write(tmp_path, corpus, pipeline={"stages": 2}))
     meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2", "--network.node-rank", "1"]

@@ -29,6 +29,7 @@ def test_a_poisoned_step_is_refused_everywhere_and_its_origin_named(tmp_path: Pa
     assert lost == [3, 6]
 
 
+@pytest.mark.slow
 def test_steps_refused_in_a_row_end_the_run_with_the_checkpoint_before(tmp_path: Path, corpus: dict[str, Any]) -> None:
     planned = [Fault(what="poison", stage=1, step=step) for step in (5, 6, 7)]
     status, _, err = poisoned(tmp_path, corpus, planned, "--train.max-refused", "3")

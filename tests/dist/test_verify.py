@@ -10,7 +10,7 @@ def test_every_method_schedule_and_number_of_stages(spawn: Callable[..., str]) -
     by_label: dict[str, list[dict]] = {}
     for result in results:
         by_label.setdefault(result["label"], []).append(result)
-    assert len(by_label["whole"]) == 2 * 3 * 4 and len(by_label["tied, ids on the wire"]) == 2 * 3
+    assert len(by_label["whole"]) == 4 * 4 and len(by_label["tied, ids on the wire"]) == 2 * 3
     assert len(by_label["lossy"]) == 6 and len(by_label["tables"]) == 4
     for result in by_label["whole"] + by_label["tied, ids on the wire"] + by_label["lossy"] + by_label["tables"] + by_label["whole again"]:
         assert result["ok"], result
