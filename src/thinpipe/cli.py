@@ -381,8 +381,9 @@ def _plan(args: Plan) -> dict[str, Any]:
         chosen = suggestion.config
         result |= {"stages": chosen.pipeline.stages, "micro_batches": chosen.pipeline.micro_batches, "rank": chosen.compression.rank}
     if not args.json:
+        beside = f", {planned.replicas} replicas" if planned.replicas > 1 else ""
         _table(
-            f"{config.compression.method} over {text}, {gpu.name} per stage" + (f": {suggestion.why}" if suggestion else ""),
+            f"{config.compression.method} over {text}, {gpu.name} per stage{beside}" + (f": {suggestion.why}" if suggestion else ""),
             {
                 "step": f"{planned.seconds_per_step:.3f} s, {planned.tokens_per_s:,.0f} tokens/s; bound by {planned.bound}",
                 "no schedule can beat": f"{planned.least_seconds_per_step:.3f} s",

@@ -285,7 +285,7 @@ def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages
 
     Branch and bound: most promising first, until the lower bound of the rest is no better than what was found.
     """
-    batch = config.train.batch
+    batch = config.share
     open_: list[tuple[float, int, Config, Costs, list[int]]] = []
     for micro_batches in (m for m in range(1, batch + 1) if batch % m == 0):
         pipeline = replace(config.pipeline, stages=stages, micro_batches=micro_batches, schedule="wan", warmup=None)
