@@ -117,9 +117,7 @@ def main() -> None:
             message = torch.randn(options.micro_batch, subspace.stage.spec.context, arguments.rank)
             check = median(seconds(lambda _, m=message: torch.linalg.vector_norm(m, float("inf")), 0) for _ in range(200))
             share = 4 * options.pipeline.micro_batches * check / theirs
-            print(
-                f"a message checked for finite numbers in {1e6 * check:.0f} us; four of them per micro-batch are {share:.3%} of the subspace step"
-            )
+            print(f"a check of a message for finite numbers: {1e6 * check:.0f} us; four per micro-batch: {share:.3%} of a subspace step")
             del dense, subspace
     for static in ("gaussian", "factored"):
         print(f"static embedding, {static}, V = 50,257, d = 4096: {static_mb(static, 50_257, 4096):,.1f} MB per stage")
