@@ -107,7 +107,7 @@ def kills(folder: Path, count: int, seed: int) -> None:
     run = folder / "kills"
     result = thinpipe("train", str(toml), "--run.dir", str(run), planned=folder / "kills.json")
     steps = {replica: steps_of(run / "replicas" / str(replica) if replica else run) for replica in range(2)}
-    gaps, back, lost = [], [], 0
+    gaps, back = [], []
     for number, (when, _) in faults.happened(folder / "kills.json").items():
         others = steps[1 - planned[number].replica]
         after = [event for event in others if event["time"] > when]
@@ -119,16 +119,17 @@ def kills(folder: Path, count: int, seed: int) -> None:
             again = next((event["time"] for event in after if event["time"] > without and event["replicas"] == 2), None)
             if again is not None:
                 back.append(again - when)
-        lost += sum(event["replicas"] == 1 for event in after if event["time"] < (back[-1] + when if back else 0))
     members = {event["step"]: event["replicas"] for replica in steps for event in steps[replica]}
     counted = sum(members.values()) * 4 * 64
     ours, theirs = (weights(folder / "checkpoints" / f"step-{result['steps']:08}") for folder in (run, run / "replicas/1"))
     same = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     print(f"{len(gaps)} kills of {count} planned in {result['steps']} steps")
     print(f"the other pipeline's longest pause: median {median(gaps):.1f} s, worst {max(gaps):.1f} s")
-    print(f"back in the average after: median {median(back):.1f} s, worst {max(back):.1f} s ({len(back)} of {len(gaps)} seen)")
+    seen = f"median {median(back):.1f} s, worst {max(back):.1f} s" if back else "never"
+    print(f"back in the average after: {seen} ({len(back)} of {len(gaps)} seen)")
     print(f"weights, moments and basis of both replicas at the end: {'equal' if same else 'DIFFERENT'} bit for bit")
-    print(f"tokens by the run's count {result['tokens']}, by the events of all steps {counted}; steps with one replica: {lost}")
+    single = list(members.values()).count(1)
+    print(f"tokens by the run's count {result['tokens']}, by the events of all steps {counted}; {single} steps with one replica")
 
 
 def apart(folder: Path, link: str) -> None:
@@ -151,7 +152,8 @@ def apart(folder: Path, link: str) -> None:
         toml = settings(folder, slug, **options, pipeline=pipeline, average=changes.get("average", {}), optim={"lr": 3e-3, "warmup": 20})
         result = thinpipe("lab", str(toml), "--link", link, "--run.dir", str(folder / slug))
         events = steps_of(folder / slug)
-        sent = sum(event.get("average_bytes", 0) for event in events) / len(events)
+        # An average behind a step shows in the next step's event, the last one's nowhere.
+        sent = sum(event.get("average_bytes", 0) for event in events) / (len(events) - changes.get("average", {}).get("every", 0))
         whole = events[-1]["time"] - events[0]["time"]
         print(f"| {name} | {sent / 1e6:.3f} | {result['seconds_per_step']:.2f} | {whole:.0f} | {result['val_loss']:.4f} |", flush=True)
 

@@ -460,9 +460,9 @@ def test_replicas_wait_for_their_averages_and_a_vote() -> None:
     synchronous, apart = from_dict(groups).check(), from_dict(groups | distant).check()
     numbers = [stage_sizes(synchronous, synchronous.spec(4096), stage).parameters for stage in range(2)]
     told = with_averages(alone, synchronous, 4096, [link])
-    assert told.average == pytest.approx([4 * n * 8 * 1.5 / 40e6 + 6 * 0.02 for n in numbers]) and told.vote == pytest.approx(0.12)
+    assert told.average == pytest.approx([4 * n * 8 * 1.5 / 40e6 + 6 * 0.02 for n in numbers]) and told.vote == pytest.approx(0.16)
     told = with_averages(alone, apart, 4096, [link])
-    assert told.average == pytest.approx([(n * 8 * 3 / 40e6 + 3 * 0.02) / 10 for n in numbers]) and told.vote == pytest.approx(0.012)
+    assert told.average == pytest.approx([(n * 8 * 3 / 40e6 + 3 * 0.02) / 10 for n in numbers]) and told.vote == pytest.approx(0.016)
     assert with_averages(alone, from_dict({"pipeline": {"stages": 2}}), 4096, [link]) == alone
 
 

@@ -17,9 +17,11 @@ from thinpipe import council
 from thinpipe.config import Config, from_dict
 from thinpipe.council import Council, Epoch
 from thinpipe.errors import ThinpipeError
-from thinpipe.replicas import ALONE, Replicas, join_replicas, outer_step
+from thinpipe.replicas import ALONE, Distant, Synchronous, join_replicas, outer_step
 from thinpipe.tally import Tally
-from thinpipe.topology import PeerLost, Topology, connect
+from thinpipe.topology import PeerLost, Topology, connect, side_group
+
+WELL, TORN = ({"well": well, "loss": 1.0, "leaving": False} for well in (True, False))
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def seated(port: int, steps: list[int], replicas: int | None = None) -> list[Council]:
     councils = [Council(opener(port), i, replicas or len(steps)) for i in range(len(steps))]
     for one, step in zip(councils, steps, strict=True):
-        one.announce(step, {})
+        one.announce(step, "", {})
     return councils
 
 
@@ -68,22 +70,22 @@ def test_who_is_behind_gets_the_state_of_the_furthest(port: int) -> None:
 def test_a_silent_member_is_counted_out_and_comes_back_in_a_new_life(port: int) -> None:
     a, b = seated(port, [0, 0])
     together(lambda: admitted(a), lambda: admitted(b))
-    ballots = together(lambda: a.vote({"well": True}), lambda: b.vote({"well": True}))
+    ballots = together(lambda: a.vote(WELL, 9), lambda: b.vote(WELL, 9))
     assert ballots[0] == ballots[1] and all(ballots[0].values())
-    assert [one.next_epoch(ballots[0], set(), True) for one in (a, b)] == [None, None]
+    assert [one.next_epoch(ballots[0], True, True) for one in (a, b)] == [None, None]
 
     b.close()  # its heart stops
-    alone = a.vote({"well": False})
+    alone = a.vote(TORN, 9)
     assert alone[1, 1] is None and alone[0, 1] is not None
-    after = a.next_epoch(alone, set(), False)
+    after = a.next_epoch(alone, False, True)
     assert after is not None and after.members == ((0, 1),)
     with pytest.raises(PeerLost, match="counted out"):
-        b.vote({"well": True})  # it was only slow, and finds out
+        b.vote(WELL, 9)  # it was only slow, and finds out
 
     back = Council(opener(port), 1, 2)
-    back.announce(7, {})
+    back.announce(7, "", {})
     deadline = time.monotonic() + 10
-    while (after := a.next_epoch(a.vote({"well": True}), set(), True)) is None:
+    while (after := a.next_epoch(a.vote(WELL, 9), True, True)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert after.members == ((0, 1), (1, 2)) and after.newcomers == ((1, 2),) and after.source == (0, 1)
@@ -95,9 +97,63 @@ def test_a_silent_member_is_counted_out_and_comes_back_in_a_new_life(port: int) 
 def test_a_torn_vote_makes_a_new_epoch_even_when_all_are_there(port: int) -> None:
     a, b = seated(port, [0, 0])
     together(lambda: admitted(a), lambda: admitted(b))
-    ballots = together(lambda: a.vote({"well": True}), lambda: b.vote({"well": False}))[0]
-    after = [one.next_epoch(ballots, set(), False) for one in (a, b)]
+    ballots = together(lambda: a.vote(WELL, 9), lambda: b.vote(TORN, 9))[0]
+    after = [one.next_epoch(ballots, False, True) for one in (a, b)]
     assert after[0] == after[1] and after[0] is not None and after[0].number == 2 and len(after[0].members) == 2
+    for one in (a, b):
+        one.close()
+
+
+def test_only_a_steps_last_vote_lets_in_and_lets_go(port: int) -> None:
+    a, b, c = seated(port, [0, 0, 0])
+    together(*(lambda one=one: admitted(one) for one in (a, b, c)))
+    b.close()
+    votes = together(lambda: a.vote(WELL, 9), lambda: c.vote(WELL, 9))  # b is out
+    a.next_epoch(votes[0], False, True), c.next_epoch(votes[1], False, True)
+    back = Council(opener(port), 1, 3)
+    back.announce(7, "", {})
+    leaving = WELL | {"leaving": True}
+    deadline = time.monotonic() + 10
+    while (1, 2) not in a.present() or (1, 2) not in c.present():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    votes = together(lambda: a.vote(WELL, 9), lambda: c.vote(leaving, 9))
+    assert [one.next_epoch(vote, True, False) for one, vote in zip((a, c), votes, strict=True)] == [None, None]
+    votes = together(lambda: a.vote(WELL, 9), lambda: c.vote(leaving, 9))
+    after = [one.next_epoch(vote, True, True) for one, vote in zip((a, c), votes, strict=True)]
+    assert after[0] == after[1] and after[0] is not None
+    assert after[0].members == ((0, 1), (1, 2)) and after[0].newcomers == ((1, 2),)
+    admitted(back)
+    # Who has left still beats, and is not let in again.
+    votes = together(lambda: a.vote(WELL, 9), lambda: back.vote(WELL, 9))
+    assert [one.next_epoch(vote, True, True) for one, vote in zip((a, back), votes, strict=True)] == [None, None]
+    for one in (a, c, back):
+        one.close()
+
+
+def test_equal_steps_of_another_lineage_are_newcomers(port: int) -> None:
+    a, b = (Council(opener(port), i, 2) for i in range(2))
+    a.announce(20, "ours", {})
+    b.announce(20, "theirs", {})
+    assert together(lambda: admitted(a), lambda: admitted(b))[0].newcomers == ((1, 1),)
+    for one in (a, b):
+        one.close()
+
+
+def test_who_is_deaf_counts_nobody_out(port: int) -> None:
+    a, b = seated(port, [0, 0])
+    together(lambda: admitted(a), lambda: admitted(b))
+    a.close()  # its ears
+    with pytest.raises(PeerLost, match="hears the others no more"):
+        a.vote(WELL, 9)
+    assert not b.store.check([b._key((1, 1), 1)])
+    b.close()
+
+
+def test_a_slow_member_is_not_waited_for_for_ever(port: int) -> None:
+    a, b = seated(port, [0, 0])
+    together(lambda: admitted(a), lambda: admitted(b))
+    assert a.vote(WELL, 0.1)[1, 1] is None  # its heart beats, and it says nothing
     for one in (a, b):
         one.close()
 
@@ -114,9 +170,9 @@ def test_who_waits_long_enough_begins_alone_and_a_finished_run_is_over(port: int
 
 def test_replicas_of_another_config_are_told(port: int) -> None:
     a, b = (Council(opener(port), i, 2) for i in range(2))
-    a.announce(0, {"optim.lr": 0.1, "train.steps": 5})
+    a.announce(0, "", {"optim.lr": 0.1, "train.steps": 5})
     with pytest.raises(ThinpipeError, match=r"optim.lr is 0.1 in the other replicas and 0.2 in replica 1"):
-        b.announce(0, {"optim.lr": 0.2, "train.steps": 5})
+        b.announce(0, "", {"optim.lr": 0.2, "train.steps": 5})
     a.close()
 
 
@@ -182,7 +238,7 @@ class Pair:
         for number in range(2):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 1))
-            one = Replicas(settings(port, number, 2), here)
+            one = Synchronous(settings(port, number, 2), here)
             one.watch(list(model.named_parameters()))
             self.models.append(model)
             self.replicas.append(one)
@@ -232,7 +288,7 @@ def test_gradients_are_the_mean_over_replicas_and_go_off_during_the_backward(por
         torch.testing.assert_close(first.grad, (x + y) / 2, rtol=1e-5, atol=1e-8)
         assert torch.equal(first.grad, second.grad)
     totals = together(
-        *(lambda one=one, loss=loss: one.decide(Tally(loss=loss)) for one, loss in zip(pair.replicas, (1.0, 2.0), strict=True))
+        *(lambda one=one, loss=loss: one.decide(Tally(loss=loss), True) for one, loss in zip(pair.replicas, (1.0, 2.0), strict=True))
     )
     assert [total.loss for total in totals] == [1.5, 1.5] and not totals[0].torn and not totals[0].epoch
     size = sum(p.nbytes for p in pair.models[0].parameters())
@@ -247,13 +303,13 @@ def test_who_is_left_averages_its_own_again(port: int, here: Topology) -> None:
     a = pair.replicas[0]
     own = pair.backward(0, 3)
     assert not a.finish()
-    total = a.decide(Tally(loss=1.0, torn=1.0))
+    total = a.decide(Tally(loss=1.0, torn=1.0), True)
     assert total.torn and total.epoch
     assert a.follow(total) and a.members == 1
     assert a.again()
     for parameter, gradient in zip(pair.models[0].parameters(), own, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-8)
-    total = a.decide(Tally(loss=1.0))
+    total = a.decide(Tally(loss=1.0), True)
     assert not total.torn and not a.follow(total)
     a.leave(False)
 
@@ -264,7 +320,7 @@ def test_a_meetings_host_that_is_gone_is_a_lost_peer(here: Topology, monkeypatch
     pair.enter()
     del store
     with pytest.raises(PeerLost, match=r"replica 0 lost the meeting's host 127\.0\.0\.1:"):
-        pair.replicas[0].decide(Tally(loss=1.0))
+        pair.replicas[0].decide(Tally(loss=1.0), True)
     pair.close()
 
 
@@ -277,6 +333,18 @@ def test_a_newcomer_gets_the_others_state_whole(port: int, here: Topology, monke
     for name, parameter in pair.models[1].named_parameters():
         assert torch.equal(tensors[name], parameter)
     pair.close()
+
+
+def test_int8_rounds_a_tensor_alike_whatever_lies_beside_it(port: int, here: Topology) -> None:
+    config = settings(port, 0, 2)
+    one = Distant(replace(config, average=replace(config.average, every=1, wire="int8")), here)
+    one._epoch = Epoch(1, (one._me,), (), one._me)
+    one._group = side_group(PrefixStore("alone", opener(port)()), 0, 1, 1, 5.0, 5.0)
+    generator = torch.Generator().manual_seed(0)
+    table, other = torch.randn(700, generator=generator), torch.randn(33, generator=generator)
+    with_, without = one._rounded_mean([other, table]), one._rounded_mean([table])
+    assert with_ is not None and without is not None and torch.equal(with_[1], without[0])
+    assert 0 < float((without[0] - table).abs().max()) < float(table.abs().max()) / 100
 
 
 def test_a_state_that_comes_damaged_is_refused(port: int, here: Topology, monkeypatch: pytest.MonkeyPatch) -> None:

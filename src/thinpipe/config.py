@@ -444,7 +444,7 @@ def _check_replicas(config: Config) -> None:
         raise ThinpipeError(f"average.outer_lr = {a.outer_lr} must be in (0, 10] and average.outer_momentum = {a.outer_momentum} in [0, 1)")
     if a.wire == "int8" and not a.every:
         raise ThinpipeError('average.wire = "int8" is for average.every above 0: gradients are averaged exactly')
-    if a.every and c.method in ("subspace", "projected") and c.move_every % a.every:
+    if a.every and c.method == "subspace" and c.move_every % a.every:
         raise ThinpipeError(
             f"compression.move_every = {c.move_every} is no multiple of average.every = {a.every}; the basis moves in all replicas at once"
         )

@@ -246,11 +246,14 @@ def reporting_failures() -> Iterator[None]:
         os._exit(1)
 
 
-def side_by_side(commands: Sequence[Sequence[str]], env: Mapping[str, str], logs: Sequence[Path], named: str) -> None:
+def side_by_side(
+    commands: Sequence[Sequence[str]], env: Mapping[str, str], logs: Sequence[Path], named: str, whole: Callable[[], bool], say: Say
+) -> None:
     """Run commands of `thinpipe` on this machine until all have ended; the first one tells this terminal, the others their logs.
 
     Args:
         named: what a command is called in errors, with {} for its number.
+        whole: asked in the end whether what they were to do is done; if so, a command that failed is only told of.
 
     Raises:
         ThinpipeError: a command's own words.
@@ -281,7 +284,10 @@ def side_by_side(commands: Sequence[Sequence[str]], env: Mapping[str, str], logs
     for i in sorted(range(len(commands)), key=lambda i: -statuses[i]):
         if statuses[i]:
             text = "" if i == 0 else "".join(logs[i].read_text(encoding="utf-8", errors="replace").splitlines(True)[-2:]).strip()
-            raise ThinpipeError(f"{named.format(i)} ended with status {statuses[i]}{': ' + text if text else ''}")
+            ended = f"{named.format(i)} ended with status {statuses[i]}{': ' + text if text else ''}"
+            if not whole():
+                raise ThinpipeError(ended)
+            say(ended)
 
 
 def die_with_parent() -> None:

@@ -260,8 +260,12 @@ class Pipeline:
         dist.all_reduce(total, group=self.topology.group)
         return float(total[0] / total[1])
 
-    def tally(self, own: Tally) -> Tally:
-        """Sum over all stages, on all stages. `own` is this stage's share without its gradients' norm."""
+    def tally(self, own: Tally, settle: bool = True) -> Tally:
+        """Sum over all stages, on all stages, and what it comes to among the replicas (`Alone.decide`).
+
+        Args:
+            own: this stage's share without its gradients' norm.
+        """
         here = self.topology
         squares = gradient_squares(self.stage)
         self._expect_tally()
@@ -274,7 +278,7 @@ class Pipeline:
         for square in squares:
             total[0] += square
         if here.is_first:
-            total = self.replicas.decide(Tally.of(total)).tensor()
+            total = self.replicas.decide(Tally.of(total), settle).tensor()
         else:
             sent = here.isend(total, here.stage - 1, TALLY_TAG)
             work, total = self._expected.pop("below")
@@ -324,7 +328,7 @@ class Pipeline:
         works = [here.irecv(theirs, peer, TIED_TAG), here.isend(own, peer, TIED_TAG)]
         for work in works:
             here.wait(work, peer)
-        grad.copy_(own + theirs)
+        self.stage.embed.weight.grad = (own + theirs).to(grad.device)  # not in place: the replicas keep their own
 
     @property
     def tied_bytes_per_step(self) -> int:

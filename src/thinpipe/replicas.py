@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,9 @@ _BUCKET = 1 << 20  # bytes of gradients that go off together
 _AT_ONCE = 8  # buckets under way: one alone waits for the links' delays more than it travels
 _PIECE = 1 << 20  # bytes of a newcomer's state per message: each has the whole of network.timeout
 _MEETING = 8.0  # seconds in which the members of a new epoch come together
+_TORN = 4  # averages in a row that may fail although nobody is lost
 _BLOCK = 256  # numbers that share a step of int8
+_STATISTIC = ("basis/M", "basis/square_norm")  # each replica's own share since the last move
 
 State = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and facts (JSON)
 Give = Callable[[], State]
@@ -39,13 +42,17 @@ Take = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
 
 
 class Alone:
-    """The only pipeline of its run; nobody to average with.
+    """The only pipeline of its run: nobody to average with.
 
     Attributes:
         number: this replica's; members: how many take part.
     """
 
-    number, members = 0, 1
+    number = 0
+
+    @property
+    def members(self) -> int:
+        return 1
 
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Average these from now on; in the model's order."""
@@ -74,8 +81,12 @@ class Alone:
         """The same with those who are left."""
         return True
 
-    def decide(self, total: Tally) -> Tally:
-        """On the first stage: what the step's tally comes to among all replicas."""
+    def decide(self, total: Tally, settle: bool) -> Tally:
+        """On the first stage: what the step's tally comes to among all replicas.
+
+        Args:
+            settle: no average follows in this step, so that whoever leaves or waits may.
+        """
         return total
 
     def follow(self, total: Tally) -> bool:
@@ -83,10 +94,10 @@ class Alone:
         return False
 
     def average(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The mean over all members, however many get lost meanwhile. COLLECTIVE in the pipeline and over the replicas."""
+        """The mean over all members, however many get lost meanwhile; a step's last. COLLECTIVE in the pipeline, over the replicas."""
         return tensors
 
-    def stepped(self, step: int, last: bool) -> None:
+    def stepped(self, step: int, last: bool, settle: bool) -> None:
         """The optimizer has done its step number `step`. COLLECTIVE like `average`."""
 
     def admit(self, give: Give) -> None:
@@ -113,8 +124,8 @@ class Alone:
 ALONE = Alone()
 
 
-class Replicas(Alone):
-    """Gradients averaged in every step: the same as one pipeline with the whole batch, to rounding.
+class _Together(Alone):
+    """One of several replicas: who takes part, and what its members tell each other.
 
     Args:
         here: this replica's pipeline.
@@ -123,38 +134,259 @@ class Replicas(Alone):
     def __init__(self, config: Config, here: Topology) -> None:
         assert config.network.rdzv is not None and config.network.replica is not None
         self.here, self.number, self.config = here, config.network.replica, config
-        self._timeout, self._patience = config.network.timeout, config.network.patience
-        connect = partial(store_at, config.network.rdzv, f"thinpipe-{config.run.name}/replicas", self._timeout)
+        connect = partial(store_at, config.network.rdzv, f"thinpipe-{config.run.name}/replicas", config.network.timeout)
         self._store = connect()
         self._council = Council(connect, self.number, config.pipeline.replicas) if here.is_first else None
         give_up_silence(config.network.rdzv)
         self._me: Member = tuple(here.gather(self._council.me if self._council else None)[0])
         self._epoch, self._next = Epoch(0, ()), Epoch(0, ())
-        self._group: Any = None  # a ProcessGroupGloo; torch's types leave its methods out
-        self._armed, self._sent = False, 0
+        self._group: Any = None  # a ProcessGroupGloo; None when a member is lost
+        self._sent = self._torn = 0
+        self._leaving = False
+        self._say: Say = print
 
     @property
-    def members(self) -> int:  # type: ignore[override]
+    def members(self) -> int:
         return len(self._epoch.members)
 
+    # Who takes part
+
+    def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
+        self._say = say
+        marks = self.here.gather(self._mark(give()[0]))
+        if self._council is not None:
+            with self._asking():
+                self._council.announce(step, " ".join(marks), about)
+        told, began = 0, time.monotonic()
+        while True:
+            epoch, there, over = None, 0, False
+            if self._council is not None:
+                with self._asking():
+                    over = self._council.is_over()
+                    epoch, there = self._council.admitted(self.config.network.patience), len(self._council.present())
+            text, over = self.here.gather([str(epoch) if epoch else None, over])[0]
+            if over:
+                return False
+            if text is not None:
+                break
+            if self._council is not None and there != told and time.monotonic() - began > 3:
+                say(f"waiting for replicas: {there} of {self.config.pipeline.replicas} are here")
+                told = there
+            time.sleep(0.1)
+        self._next = Epoch.of(text)
+        self._meet()
+        if not all(self.here.gather(self._group is not None)):
+            raise PeerLost(f"replica {self.number} did not come together with the others within {_MEETING:g} s")
+        try:
+            state = self._exchange(give)
+        except PeerLost:
+            self.leave(False)  # its heart stops, so that nobody waits for it
+            raise
+        if state is not None:
+            take(*state)
+        return True
+
+    def admit(self, give: Give) -> None:
+        if self._next.number != self._epoch.number and self._me in self._next.members:
+            self._meet()
+            self._exchange(give)
+
+    def leave(self, finished: bool) -> None:
+        if self._council is not None:
+            with contextlib.suppress(RuntimeError):  # the meeting's host may have left already
+                if finished:
+                    self._council.finish()
+            self._council.close()
+        self._group = None
+
+    def _vote(self, well: bool, loss: float, settle: bool) -> tuple[list[float], bool, int]:
+        """On the first stage: the members' losses, whether they must average again, the number of the epoch that follows (0: the same)."""
+        assert self._council is not None
+        with self._asking():
+            # Other stages wait for this one, for network.timeout at most.
+            ballots = self._council.vote({"well": well, "loss": loss, "leaving": self._leaving}, self.config.network.timeout / 2)
+            agreed = all(ballot is not None and ballot["well"] for ballot in ballots.values())
+            after = self._council.next_epoch(ballots, agreed, settle)
+        if not agreed:
+            there = sum(ballot is not None for ballot in ballots.values())
+            self._say(f"the average was torn: {there} of {len(ballots)} replicas are left, and average again")
+        return [ballot["loss"] for ballot in ballots.values() if ballot is not None], not agreed, after.number if after else 0
+
+    def _heed(self, torn: bool, epoch: int) -> None:
+        """What a vote means for this stage."""
+        if epoch:
+            with self._asking():
+                self._next = Epoch.of(self._store.get(f"epoch/{epoch}").decode())
+        self._torn = self._torn + 1 if torn and len(self._next.members) == self.members else 0
+        if self._torn == _TORN:
+            raise PeerLost(f"the replicas reach the meeting's host but not each other at {self.here}; look at their firewalls")
+        if torn:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Make the group of the next epoch; without one, the next average fails, and whoever is lost is found out."""
+        self._epoch, self._group = self._next, None
+        store = dist.PrefixStore(f"group/{self._epoch.number}/{self.here.stage}", self._store)
+        with contextlib.suppress(RuntimeError):
+            rank = self._epoch.members.index(self._me)
+            self._group = side_group(store, rank, self.members, _AT_ONCE, _MEETING, self.config.network.timeout)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around questions to the meeting's host: a store that is gone is a lost peer."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(f"replica {self.number} lost the meeting's host {self.config.network.rdzv}: {error}") from error
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait for something that may take long: every stage asks the others all the time, so that none believes another lost."""
+        while not all(self.here.gather(done())):
+            time.sleep(0.2)
+
+    # Messages
+
+    def _start(self, operation: Callable[[Any], dist.Work]) -> dist.Work | None:
+        """Begin an operation over the group; None if a member is lost."""
+        if self._group is None:
+            return None
+        try:
+            return operation(self._group)
+        except RuntimeError:
+            self._group = None
+            return None
+
+    def _begin_sum(self, buffer: torch.Tensor) -> dist.Work | None:
+        """Begin to add up `buffer` over the members, in place; None if one is lost."""
+        # A ring sends each part of the buffer twice over every link but one.
+        self._sent += 2 * buffer.nbytes * (self.members - 1) // self.members
+        return self._start(lambda group: group.allreduce([buffer]))
+
+    def _ended(self, work: dist.Work | None) -> bool:
+        if work is None:
+            return False
+        try:
+            work.wait()
+        except RuntimeError:
+            self._group = None
+            return False
+        return True
+
+    def average(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._agreed(partial(self._mean, tensors), settle=True)
+
+    def _agreed(self, average: Callable[[], list[torch.Tensor] | None], settle: bool) -> list[torch.Tensor]:
+        """What `average` gives when it goes well on all stages of all members; on those who are left, if one gets lost."""
+        while True:
+            mean = average()
+            well = all(self.here.gather(mean is not None))
+            verdict = self._vote(well, 0.0, settle) if self._council is not None else None
+            _, torn, epoch = self.here.gather(verdict)[0]
+            self._heed(torn, epoch)
+            if not torn:
+                assert mean is not None
+                return mean
+
+    def _mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The members' mean; None if one was lost."""
+        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+        works = [self._begin_sum(copy) for copy in copies]
+        if not all(self._ended(work) for work in works):
+            return None
+        return [(copy / self.members).to(tensor) for copy, tensor in zip(copies, tensors, strict=True)]
+
+    def _mark(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Digest of what must be equal in all members."""
+        raise NotImplementedError
+
+    def _exchange(self, give: Give) -> State | None:
+        """Send this stage's state to the epoch's newcomers, or receive it, or wait for those who do. COLLECTIVE in the pipeline.
+
+        Raises PeerLost if the state did not come, or not whole.
+        """
+        if not self._epoch.newcomers:
+            return None
+        is_new = self._me in self._epoch.newcomers
+        with ThreadPoolExecutor(1) as pool:
+            work: Future[State | None] | None = None
+            if is_new:
+                work = pool.submit(self._receive)
+            elif self._me == self._epoch.source and self._group is not None:
+                work = pool.submit(self._send, *give())
+            self._until(lambda: work is None or work.done())
+        state = work.result() if work is not None else None
+        if self._council is not None:
+            with self._asking():
+                if is_new:
+                    self._council.settle()
+        self._until(self._settled)
+        return state
+
+    def _settled(self) -> bool:
+        if self._council is None:
+            return True
+        with self._asking():
+            return self._council.settled()
+
+    def _send(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        about = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), _digest(t)] for n, t in ready.items()}
+        head = torch.frombuffer(bytearray(json.dumps({"tensors": about, "facts": facts}).encode()), dtype=torch.uint8)
+        for newcomer in self._epoch.newcomers:
+            to = self._epoch.members.index(newcomer)
+            for message in (torch.tensor([head.numel()]), head, *(piece for tensor in ready.values() for piece in _pieces(tensor))):
+                if not self._ended(self._start(lambda group, m=message, r=to: group.send([m], r, 0))):  # type: ignore[misc]
+                    return  # a newcomer is lost; the next average finds out
+
+    def _receive(self) -> State:
+        assert self._group is not None and self._epoch.source is not None
+        source, origin, group = self._epoch.source[0], self._epoch.members.index(self._epoch.source), self._group
+        try:
+            size = torch.zeros(1, dtype=torch.int64)
+            group.recv([size], origin, 0).wait()
+            head = torch.empty(int(size), dtype=torch.uint8)
+            group.recv([head], origin, 0).wait()
+            told = json.loads(bytes(head.numpy()))
+            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape, _) in told["tensors"].items()}
+            for tensor in tensors.values():
+                for piece in _pieces(tensor):
+                    group.recv([piece], origin, 0).wait()
+        except RuntimeError as error:
+            raise PeerLost(f"replica {self.number} lost replica {source}, which sent it its state: {error}") from error
+        for name, tensor in tensors.items():
+            if _digest(tensor) != told["tensors"][name][2]:
+                raise PeerLost(f"{name} came damaged from replica {source} to replica {self.number}")
+        return tensors, told["facts"]
+
+    def take_bytes(self) -> int:
+        sent, self._sent = self._sent, 0
+        return sent
+
+
+class Synchronous(_Together):
+    """Gradients averaged in every step: the same as one pipeline with the whole batch, to rounding."""
+
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._named = list(parameters)
-        self._parameters = [parameter for _, parameter in reversed(self._named)]  # as a backward finishes them
+        self._parameters = [parameter for _, parameter in reversed(parameters)]  # as a backward finishes them
         self._buckets: list[list[nn.Parameter]] = [[]]
         for parameter in self._parameters:
             if sum(p.nbytes for p in self._buckets[-1]) >= _BUCKET:
                 self._buckets.append([])
             self._buckets[-1].append(parameter)
         self._bucket_of = {parameter: i for i, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._armed = False
+        self._forget()
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._finished)
 
-    # Gradients
+    def _forget(self) -> None:
+        """Let go of a step's own gradients and of what is under way, and so of connections to members that are lost."""
+        self._own: list[torch.Tensor | None] = []
+        self._works: list[tuple[dist.Work, torch.Tensor]] = []
 
     def arm(self) -> None:
         self._armed = True
         self._waiting_for = [len(bucket) for bucket in self._buckets]
-        self._works: list[tuple[dist.Work, torch.Tensor]] = []
 
     def _finished(self, parameter: nn.Parameter) -> None:
         if not self._armed:
@@ -165,7 +397,7 @@ class Replicas(Alone):
             pass
 
     def _send_bucket(self) -> bool:
-        """Begin the average of the next bucket; False if the group is lost."""
+        """Begin the average of the next bucket; False if a member is lost."""
         bucket = self._buckets[len(self._works)]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         buffer = torch.cat([grad.float().flatten() for grad in gradients]).cpu()
@@ -182,202 +414,41 @@ class Replicas(Alone):
     def again(self) -> bool:
         for parameter, own in zip(self._parameters, self._own, strict=True):
             parameter.grad = own
-        self._works = []
         return self._collect()
 
     def _collect(self) -> bool:
         while len(self._works) < len(self._buckets) and self._send_bucket():
             pass
-        if not all(self._ended(work) for work, _ in self._works) or len(self._works) < len(self._buckets):
+        if len(self._works) < len(self._buckets) or not all(self._ended(work) for work, _ in self._works):
+            self._works = []
             return False
         for bucket, (_, buffer) in zip(self._buckets, self._works, strict=True):
             buffer /= self.members
             for parameter, mean in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
                 if parameter.grad is not None:
                     parameter.grad = mean.view_as(parameter).to(parameter)
+        self._works = []
         return True
 
-    def decide(self, total: Tally) -> Tally:
-        losses, total.torn, total.epoch = self._vote(not total.torn, total.loss, bool(total.stop))
-        if not total.torn:
+    def decide(self, total: Tally, settle: bool) -> Tally:
+        self._leaving = bool(total.stop)
+        losses, torn, epoch = self._vote(not total.torn, total.loss, settle)
+        if not torn:
             total.loss = sum(losses) / len(losses)
+        total.torn, total.epoch = float(torn), float(epoch)
         return total
 
     def follow(self, total: Tally) -> bool:
-        self._turn_to(int(total.epoch))
-        if total.torn:
-            self._meet()
+        self._heed(bool(total.torn), int(total.epoch))
+        if not total.torn:
+            self._forget()
         return bool(total.torn)
 
-    # Who takes part
-
-    def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
-        if self._council is not None:
-            with self._asking():
-                self._council.announce(step, about)
-        told, began = 0, time.monotonic()
-        while True:
-            epoch, there, over = None, 0, False
-            if self._council is not None:
-                with self._asking():
-                    over = self._council.is_over()
-                    epoch, there = self._council.admitted(self._patience), len(self._council.present())
-            text, over = self.here.gather([str(epoch) if epoch else None, over])[0]
-            if over:
-                return False
-            if text is not None:
-                break
-            if self._council is not None and there != told and time.monotonic() - began > 3:
-                say(f"waiting for replicas: {there} of {self.config.pipeline.replicas} are here")
-                told = there
-            time.sleep(0.1)
-        self._next = Epoch.of(text)
-        self._meet()
-        if self._group is None:
-            raise PeerLost(f"replica {self.number} did not come together with the others within {_MEETING:g} s")
-        if self._me in self._next.newcomers:
-            take(*self._receive())
-        else:
-            self._give(give)
-        return True
-
-    def admit(self, give: Give) -> None:
-        if self._next.number != self._epoch.number and self._me in self._next.members:
-            self._meet()
-            self._give(give)
-
-    def leave(self, finished: bool) -> None:
-        if self._council is not None:
-            with contextlib.suppress(RuntimeError):  # the meeting's host may have left already
-                if finished:
-                    self._council.finish()
-            self._council.close()
-        self._group = None
-
-    def _vote(self, well: bool, loss: float, leaving: bool) -> tuple[list[float], float, float]:
-        """Returns the members' losses, whether they must average again, and the number of the epoch that follows (0: the same)."""
-        assert self._council is not None
-        with self._asking():
-            ballots = self._council.vote({"well": well, "loss": loss, "leaving": leaving})
-        agreed = all(ballot is not None and ballot["well"] for ballot in ballots.values())
-        gone = {member for member, ballot in ballots.items() if ballot is not None and ballot["leaving"]} if agreed else set()
-        with self._asking():
-            after = self._council.next_epoch(ballots, gone, agreed)
-        return [ballot["loss"] for ballot in ballots.values() if ballot is not None], float(not agreed), float(after.number if after else 0)
-
-    def _turn_to(self, epoch: int) -> None:
-        if epoch:
-            with self._asking():
-                self._next = Epoch.of(self._store.get(f"epoch/{epoch}").decode())
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Around questions to the meeting's host: a store that is gone is a lost peer."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerLost(f"replica {self.number} lost the meeting's host {self.config.network.rdzv}: {error}") from error
-
-    def _meet(self) -> None:
-        """Make the group of the next epoch; without one, the next average fails, and whoever is lost is found out."""
-        self._epoch, self._group = self._next, None
-        store = dist.PrefixStore(f"group/{self._epoch.number}/{self.here.stage}", self._store)
-        rank, size = self._epoch.members.index(self._me), self.members
-        try:
-            self._group = side_group(store, rank, size, _AT_ONCE, _MEETING, self._timeout)
-        except RuntimeError:
-            self._group = None
-
-    # Messages
-
-    def _begin_sum(self, buffer: torch.Tensor) -> dist.Work | None:
-        """Begin to add up `buffer` over the members, in place; None if one is lost."""
-        if self._group is None:
-            return None
-        # A ring sends each part of the buffer twice over every link but one.
-        self._sent += 2 * buffer.nbytes * (self.members - 1) // self.members
-        try:
-            return self._group.allreduce([buffer])
-        except RuntimeError:
-            self._group = None
-            return None
-
-    def _ended(self, work: dist.Work) -> bool:
-        try:
-            work.wait()
-        except RuntimeError:
-            self._group = None
-            return False
-        return True
-
-    def average(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self._agreed(partial(self._mean, tensors))
-
-    def _agreed(self, average: Callable[[], list[torch.Tensor] | None]) -> list[torch.Tensor]:
-        """What `average` gives when it goes well on all stages of all members; on those who are left, if one gets lost."""
-        while True:
-            mean = average()
-            well = all(self.here.gather(mean is not None))
-            verdict = self._vote(well, 0.0, False) if self._council is not None else None
-            _, torn, epoch = self.here.gather(verdict)[0]
-            self._turn_to(int(epoch))
-            if not torn:
-                assert mean is not None
-                return mean
-            self._meet()
-
-    def _mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The members' mean; None if one was lost."""
-        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
-        works = [self._begin_sum(copy) for copy in copies]
-        if not all(work is not None and self._ended(work) for work in works):
-            return None
-        return [(copy / self.members).to(tensor) for copy, tensor in zip(copies, tensors, strict=True)]
-
-    def _give(self, give: Give) -> None:
-        """Send this stage's state to the epoch's newcomers, if this replica is to do that."""
-        if self._me != self._epoch.source or not self._epoch.newcomers or self._group is None:
-            return
-        tensors, facts = give()
-        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        about = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), _digest(t)] for n, t in ready.items()}
-        head = torch.frombuffer(bytearray(json.dumps({"tensors": about, "facts": facts}).encode()), dtype=torch.uint8)
-        try:
-            for newcomer in self._epoch.newcomers:
-                to = self._epoch.members.index(newcomer)
-                for message in (torch.tensor([head.numel()]), head, *(piece for tensor in ready.values() for piece in _pieces(tensor))):
-                    self._group.send([message], to, 0).wait()
-        except RuntimeError:
-            self._group = None  # the newcomer is lost; the next average finds out
-
-    def _receive(self) -> State:
-        """The other end of `_give`. Raises PeerLost if the state did not come, or not whole."""
-        assert self._group is not None and self._epoch.source is not None
-        source = self._epoch.source[0]
-        origin = self._epoch.members.index(self._epoch.source)
-        try:
-            size = torch.zeros(1, dtype=torch.int64)
-            self._group.recv([size], origin, 0).wait()
-            head = torch.empty(int(size), dtype=torch.uint8)
-            self._group.recv([head], origin, 0).wait()
-            told = json.loads(bytes(head.numpy()))
-            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape, _) in told["tensors"].items()}
-            for tensor in tensors.values():
-                for piece in _pieces(tensor):
-                    self._group.recv([piece], origin, 0).wait()
-        except RuntimeError as error:
-            raise PeerLost(f"replica {self.number} lost replica {source}, which sent it its state: {error}") from error
-        for name, tensor in tensors.items():
-            if _digest(tensor) != told["tensors"][name][2]:
-                raise PeerLost(f"{name} came damaged from replica {source} to replica {self.number}")
-        return tensors, told["facts"]
-
-    def take_bytes(self) -> int:
-        sent, self._sent = self._sent, 0
-        return sent
+    def _mark(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        return _digest_all({name: tensor for name, tensor in tensors.items() if name not in _STATISTIC})
 
 
-class DistantReplicas(Replicas):
+class Distant(_Together):
     """DiLoCo (arXiv 2311.08105): each replica trains by itself; every H steps they average how far they have come.
 
     The mean way of H steps is a gradient for an outer step by SGD with Nesterov's momentum, from where all began; H,
@@ -392,51 +463,45 @@ class DistantReplicas(Replicas):
     def _begin(self) -> None:
         self._anchor = {name: parameter.detach().clone() for name, parameter in self._named}
 
-    def arm(self) -> None:
-        pass
-
-    def finish(self) -> bool:
-        return True
-
-    def decide(self, total: Tally) -> Tally:
-        return total
-
-    def follow(self, total: Tally) -> bool:
-        return False
-
     @torch.no_grad()
-    def stepped(self, step: int, last: bool) -> None:
+    def stepped(self, step: int, last: bool, settle: bool) -> None:
         options = self.config.average
         if step % options.every and not last:
             return
+        if self._council is not None:
+            with self._asking():
+                self._council.arrive(step)
+        self._until(partial(self._arrived, step))  # a slower replica may be far behind
         ways = [self._anchor[name] - parameter for name, parameter in self._named]
-        ways = self._agreed(partial(self._mean if options.wire == "float32" else self._rounded_mean, ways))
+        ways = self._agreed(partial(self._mean if options.wire == "float32" else self._rounded_mean, ways), settle)
         for (name, parameter), way in zip(self._named, ways, strict=True):
             outer_step(self._anchor[name], way, self._momentum[name], options.outer_lr, options.outer_momentum)
             parameter.copy_(self._anchor[name])
 
+    def _arrived(self, step: int) -> bool:
+        if self._council is None:
+            return True
+        with self._asking():
+            return self._council.arrived(step)
+
     def _rounded_mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The mean of what all send as int8, rounded at random; None if a member was lost."""
-        if self._group is None:
-            return None
+        """The mean of what all send as int8, rounded at random; None if a member was lost.
+
+        A tensor's blocks are its own, so that the copies of a tied table on two stages stay equal.
+        """
         codec = Integers(8, _BLOCK)
-        flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-        padded = torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(1, -1, _BLOCK)
-        wire = codec.encode_gradient(padded, None).contiguous()
+        blocks = [nn.functional.pad(t.detach().cpu().flatten(), (0, -t.numel() % _BLOCK)).view(1, -1, _BLOCK) for t in tensors]
+        parts = [codec.encode_gradient(block, None) for block in blocks]
+        wire = torch.cat([part.flatten() for part in parts])
         theirs = [torch.empty_like(wire) for _ in range(self.members)]
         self._sent += wire.nbytes * (self.members - 1)
-        try:
-            work = self._group.allgather([theirs], [wire])
-        except RuntimeError:
-            self._group = None
+        if not self._ended(self._start(lambda group: group.allgather([theirs], [wire]))):
             return None
-        if not self._ended(work):
-            return None
-        total = torch.zeros_like(padded)
+        totals = [torch.zeros_like(block) for block in blocks]
         for one in theirs:
-            total += codec.decode_gradient(one, total.dtype)
-        mean = (total / self.members).flatten()[: len(flat)].split([tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor).to(tensor) for part, tensor in zip(mean, tensors, strict=True)]
+            for total, part, like in zip(totals, one.split([part.numel() for part in parts]), parts, strict=True):
+                total += codec.decode_gradient(part.view_as(like), total.dtype)
+        return [(total.flatten()[: t.numel()] / self.members).view_as(t).to(t) for total, t in zip(totals, tensors, strict=True)]
 
     def transport(self, turn: Callable[[str, torch.Tensor], None]) -> None:
         for name, _ in self._named:
@@ -453,6 +518,9 @@ class DistantReplicas(Replicas):
             if full in state:
                 tensor.copy_(state[full])
 
+    def _mark(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        return _digest_all({name: t for name, t in tensors.items() if name.startswith("outer/") or name == "basis/U"})
+
 
 @torch.no_grad()
 def outer_step(weights: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, lr: float, beta: float) -> None:
@@ -465,7 +533,7 @@ def join_replicas(config: Config, here: Topology) -> Alone:
     """This process's side of its run's replicas, by the config."""
     if config.pipeline.replicas == 1:
         return ALONE
-    return (DistantReplicas if config.average.every else Replicas)(config, here)
+    return (Distant if config.average.every else Synchronous)(config, here)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -474,4 +542,8 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _digest_all(tensors: Mapping[str, torch.Tensor]) -> str:
+    return hashlib.sha256("".join(name + _digest(tensor) for name, tensor in sorted(tensors.items())).encode()).hexdigest()

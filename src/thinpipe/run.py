@@ -152,6 +152,12 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     return done if done is not None and done["steps"] >= config.train.steps else None
 
 
+def result_of_any(folder: Path, replicas: int) -> dict[str, Any] | None:
+    """The summary of the first replica that has finished, under the run's folder as `of_replica` lays them out."""
+    folders = [folder, *(folder / "replicas" / str(replica) for replica in range(1, replicas))]
+    return next((result for each in folders if (result := result_of(each)) is not None), None)
+
+
 def result_of(folder: Path) -> dict[str, Any] | None:
     """The summary of a finished run, or None where there is none or it is damaged."""
     try:

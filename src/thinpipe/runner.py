@@ -20,7 +20,7 @@ from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
 from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import common_fields, finished, of_replica, open_run, result_of
+from .run import common_fields, finished, of_replica, open_run, result_of, result_of_any
 from .topology import Topology, connect, listen_on, under_launcher
 from .trainer import Result, Trainer
 
@@ -81,9 +81,12 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
         commands.append([*command, *of_replica(folder, replica, replicas), *(["--debug"] if debug else [])])
     cores = len(os.sched_getaffinity(0))
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // (replicas * config.pipeline.stages)))}
-    launch.side_by_side(commands, env, [folder / "logs" / f"replica-{replica}.txt" for replica in range(replicas)], "replica {}")
-    result = result_of(folder)
+    logs = [folder / "logs" / f"replica-{replica}.txt" for replica in range(replicas)]
+    launch.side_by_side(commands, env, logs, "replica {}", lambda: result_of_any(folder, replicas) is not None, say)
+    result = result_of_any(folder, replicas)
     assert result is not None
+    if result["run"] != str(folder):
+        say(f"replica 0 was lost before the end; the finished run is {result['run']}")
     return Result(**result)
 
 

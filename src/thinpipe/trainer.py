@@ -123,6 +123,8 @@ class Trainer:
         self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, self._say)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
+        if resumed is not None:
+            resumed = min(resumed, self.done_steps)  # the other replicas may be behind this one's checkpoints
         self.checkpoints = Checkpointer(folder / "checkpoints", topology, config.train.keep_last, config.train.keep_every, resumed)
         self.metrics = self._open_metrics()
 
@@ -182,10 +184,11 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self.pipeline.step(self.batch(step), another=step + 1 < self._last)
         own = self._own_tally(loss)
-        total = self.pipeline.tally(own)
+        moves = self._moves(step + 1)
+        total = self.pipeline.tally(own, settle=not moves)
         while self.replicas.follow(total):  # one was lost in the middle: the others average what they have without it
             self.pipeline.average_again()
-            total = self.pipeline.tally(own)
+            total = self.pipeline.tally(own, settle=not moves)
         self.took_part = self.replicas.members
         self.sequences += config.share * self.took_part
         if math.isfinite(total.norm) and math.isfinite(total.loss):
@@ -208,9 +211,9 @@ class Trainer:
                 self.statistic.drop()
             self._refuse(step + 1)
         self.done_steps = step + 1
-        self.replicas.stepped(self.done_steps, self.done_steps == self._last)
-        every = config.compression.move_every
-        if isinstance(self.stage.method, Subspace) and every and self.done_steps % every == 0 and self.done_steps < config.train.steps:
+        self.replicas.stepped(self.done_steps, self.done_steps == self._last, settle=not moves)
+        if moves:
+            assert isinstance(self.stage.method, Subspace)
             self.move_subspace(self.stage.method, self.batch(step))
         self.replicas.admit(self._give)
         return total
@@ -275,6 +278,11 @@ class Trainer:
             "loss_before": loss_before,
             "loss_after": self.pipeline.evaluate([tokens_BS]),
         }
+
+    def _moves(self, step: int) -> bool:
+        """Whether the basis moves behind this step (from 1)."""
+        every = self.config.compression.move_every
+        return isinstance(self.stage.method, Subspace) and bool(every) and step % every == 0 and step < self.config.train.steps
 
     def _average_statistic(self) -> None:
         """The gradients of all replicas decide where the basis goes."""
@@ -384,10 +392,12 @@ class Trainer:
         self.checkpoints.save(self.done_steps, self.owned(), facts | self._progress())
 
     def _progress(self) -> dict[str, int]:
-        return {"step": self.done_steps, "refused_steps": self.refused, "skipped_batches": self.skipped, "sequences": self.sequences}
+        counts = {"step": self.done_steps, "refused_steps": self.refused, "refused_in_a_row": self.refused_in_a_row}
+        return counts | {"skipped_batches": self.skipped, "sequences": self.sequences}
 
     def _go_on(self, progress: dict[str, Any]) -> None:
         self.done_steps, self.refused = progress["step"], progress["refused_steps"]
+        self.refused_in_a_row = progress["refused_in_a_row"]
         self.skipped, self.sequences = progress["skipped_batches"], progress["sequences"]
 
     def _about(self) -> dict[str, Any]:
@@ -419,7 +429,8 @@ class Trainer:
         if found.facts["data"] != self.digest:
             raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")
         self._load(found.tensors(self.wants(set(found.names))))
-        self._go_on({"step": found.step, "skipped_batches": 0, "sequences": found.step * self.config.train.batch} | found.facts)
+        unsaid = {"skipped_batches": 0, "refused_in_a_row": 0, "sequences": found.step * self.config.train.batch}
+        self._go_on(unsaid | found.facts | {"step": found.step})
         if self.here.is_first:
             self._say(f"resumed from step {found.step}")
         return found.step

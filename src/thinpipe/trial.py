@@ -17,7 +17,7 @@ from .lab import Host, Lab, Link, Measured, lab, parse_links, unavailable
 from .lab.paths import slower
 from .metrics import to_json, write_whole
 from .planner import find_gpu, plan
-from .run import finished, of_replica, open_run, result_of
+from .run import finished, of_replica, open_run, result_of_any
 
 _PORT = 29400
 _BUSY = 0.5  # share of a core above which the emulator, not the link, may be what binds
@@ -58,11 +58,11 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         planned = plan(config, vocab, as_achieved(links, achieved), find_gpu("cpu"), costs=costs)
         say(f"planned: {planned.seconds_per_step:.3f} s per step ({planned.schedule}), bound by {planned.bound}")
         net.emulator_cpu()  # from here on
-        run_hosts(net, folder, replicas, debug)
+        run_hosts(net, folder, replicas, say, debug)
         cpu = net.emulator_cpu()
     if cpu > _BUSY:
         say(f"the emulator took {cpu:.0%} of a core: this figure may be bound by it, not by the link")
-    result = result_of(folder)
+    result = result_of_any(folder, replicas)
     assert result is not None
     result |= {
         "link": text,
@@ -89,7 +89,7 @@ def as_achieved(links: Sequence[Link], achieved: Sequence[Measured]) -> list[Lin
     return found
 
 
-def run_hosts(net: Lab, folder: Path, replicas: int = 1, debug: bool = False) -> None:
+def run_hosts(net: Lab, folder: Path, replicas: int, say: Callable[[str], None], debug: bool = False) -> None:
     """`thinpipe train` for the run in `folder` on every host of the lab at once, replica by replica, until all have ended.
 
     The first host writes to this terminal, the others to RUN/logs.
@@ -104,7 +104,10 @@ def run_hosts(net: Lab, folder: Path, replicas: int = 1, debug: bool = False) ->
     commands = [
         train_on(hosts, i, folder / "config.toml", folder, *(["--debug"] if debug else []), replicas=replicas) for i in range(len(hosts))
     ]
-    launch.side_by_side(commands, env, [folder / "logs" / f"host-{i}.txt" for i in range(len(hosts))], "host {} of the lab")
+    logs = [folder / "logs" / f"host-{i}.txt" for i in range(len(hosts))]
+    launch.side_by_side(
+        commands, env, logs, "host {} of the lab", lambda: replicas > 1 and result_of_any(folder, replicas) is not None, say
+    )
 
 
 def train_on(hosts: Sequence[Host], number: int, config: Path, run: Path, *arguments: str, replicas: int = 1) -> list[str]:

@@ -183,7 +183,7 @@ def with_averages(costs: Costs, config: Config, vocab: int, links: Sequence[Link
     """The costs with what replicas spend on averaging over links like the boundaries'; DiLoCo's average is spread over its steps.
 
     A ring of R sends 2 (R - 1) / R of a stage's gradients in 2 (R - 1) turns, each of which waits for a delay; in int8 all send
-    all (R - 1 turns). A vote is three questions to the meeting's host.
+    all (R - 1 turns). A vote is four questions to the meeting's host.
 
     Args:
         links: one for all boundaries, or one each; without any, averages are free.
@@ -199,4 +199,4 @@ def with_averages(costs: Costs, config: Config, vocab: int, links: Sequence[Link
         size = stage_sizes(config, spec, stage).parameters * width * share * (replicas - 1)
         rate = min((rate for link in beside for rate in (link.up, link.down) if rate is not None), default=math.inf)
         waits.append((8 * size / rate + turns * max(link.delay for link in beside)) / every)
-    return replace(costs, average=tuple(waits), vote=6 * max(link.delay for link in links) / every)
+    return replace(costs, average=tuple(waits), vote=8 * max(link.delay for link in links) / every)
