@@ -1,6 +1,7 @@
 """A run of four machines under attack, in the lab: what each fault costs, and that it costs nothing else.
 
     python benchmarks/faults.py [--only CASE ...] [--repeat N] [--out runs/faults]   # needs the lab: root or unshare -rmn
+    python benchmarks/faults.py --only "one of each" --repeat 30                     # no flake
 
 Four hosts over 80 Mbit/s and 10 ms one way train one stage each. Whoever's command dies is started again after a second, as a
 service manager would. Results are kept in --out as they come; a case whose result is there is not run again.
@@ -207,6 +208,11 @@ def cases() -> dict[str, tuple[list[Fault], Callable[[Lab, list[Machine], Path],
     found["network cut for 60 s"] = ([], cut(2, 60.0))
     found["command killed"] = ([], kill_command(2))
     found["meeting's host killed"] = ([], kill_command(0))
+    one = [Fault(what="kill", stage=2, step=20, at="backward"), Fault(what="stop", stage=1, step=60, at="forward")]
+    found["one of each"] = (
+        [*one, Fault(what="kill", stage=0, step=100, at="save"), Fault(what="delay", stage=3, step=120, seconds=3.0)],
+        None,
+    )
     found["NaN"] = ([Fault(what="poison", stage=1, step=40)], None)
     found["disk full"] = ([], fill_disk)
     return found

@@ -156,6 +156,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"compression": {"stage_table": -1}}, "compression.stage_table = -1"),
     ({"compression": {"stage_table": "half"}}, "compression.stage_table = 'half'"),
     ({"run": {"name": "a/b"}}, "run.name"),
+    ({"pipeline": {"replicas": 3}}, "train.batch = 16 is not divisible by pipeline.replicas = 3"),
+    ({"pipeline": {"replicas": 2, "micro_batches": 16}}, "train.batch = 16 / pipeline.replicas = 2 is not divisible by pipeline.micro"),
+    ({"pipeline": {"replicas": 2}, "network": {"rdzv": "h:1"}}, "pipeline.replicas = 2 over several machines needs network.replica"),
+    ({"pipeline": {"replicas": 2}, "network": {"rdzv": "h:1", "replica": 2}}, "network.replica = 2 must be from 0"),
+    ({"network": {"replica": 0}}, "network.replica needs network.rdzv"),
+    ({"average": {"every": 7}, "compression": {"move_every": 10}}, "compression.move_every = 10 is no multiple of average.every = 7"),
+    ({"average": {"wire": "int8"}}, "average.wire"),
+    ({"average": {"every": 5, "outer_lr": 0.0}, "compression": {"move_every": 0}}, "average.outer_lr = 0.0"),
+    ({"pipeline": {"replicas": 2}, "train": {"roll_back_above": 2.0}}, "train.roll_back_above and pipeline.replicas"),
 ]
 
 
