@@ -138,6 +138,7 @@ def apart(folder: Path, link: str) -> None:
     rows: dict[str, dict[str, dict[str, Any]]] = {
         "one replica": {},
         "every step": {"pipeline": {"replicas": 2}},
+        "every step, rank 4 (PowerSGD)": {"pipeline": {"replicas": 2}, "average": {"rank": 4}},
         "every 10 steps": {"pipeline": {"replicas": 2}, "average": {"every": 10}},
         "every 10 steps, int8": {"pipeline": {"replicas": 2}, "average": {"every": 10, "wire": "int8"}},
         "every 50 steps, int8": {"pipeline": {"replicas": 2}, "average": {"every": 50, "wire": "int8"}},
@@ -147,7 +148,7 @@ def apart(folder: Path, link: str) -> None:
     for name, changes in rows.items():
         train = {**SMALL["train"], "steps": 200, "batch": 16, "eval_batches": 16}
         pipeline = {"stages": 1, "micro_batches": 1} | changes.get("pipeline", {})
-        slug = name.replace(" ", "-").replace(",", "")
+        slug = "".join(sign if sign.isalnum() else "-" for sign in name)
         options = {"model": model, "compression": {"method": "none", "segments": 1}, "data": {"vocab": 1024}, "train": train}
         toml = settings(folder, slug, **options, pipeline=pipeline, average=changes.get("average", {}), optim={"lr": 3e-3, "warmup": 20})
         result = thinpipe("lab", str(toml), "--link", link, "--run.dir", str(folder / slug))

@@ -67,7 +67,7 @@ FIELDS = {
     },
     "optim": {"lr", "warmup", "decay", "weight_decay", "betas", "eps", "hidden", "clip"},
     "network": {"timeout", "restarts", "patience", "rdzv", "nodes", "addr", "replica", "node_rank", "insecure"},
-    "average": {"every", "outer_lr", "outer_momentum", "wire"},
+    "average": {"every", "rank", "outer_lr", "outer_momentum", "wire"},
     "plan": {"link", "gpu", "tokens"},
 }
 
@@ -163,6 +163,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"network": {"replica": 0}}, "network.replica needs network.rdzv"),
     ({"average": {"every": 7}, "compression": {"move_every": 10}}, "compression.move_every = 10 is no multiple of average.every = 7"),
     ({"average": {"wire": "int8"}}, "average.wire"),
+    ({"average": {"rank": 2, "every": 5}, "compression": {"move_every": 0}}, "average.rank = 2 and average.every = 5"),
     ({"average": {"every": 5, "outer_lr": 0.0}, "compression": {"move_every": 0}}, "average.outer_lr = 0.0"),
     ({"pipeline": {"replicas": 2}, "train": {"roll_back_above": 2.0}}, "train.roll_back_above and pipeline.replicas"),
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from thinpipe import council
+from thinpipe import council, replicas
 from thinpipe.config import Config, from_dict
 from thinpipe.council import Council, Epoch
 from thinpipe.errors import ThinpipeError
@@ -232,13 +232,15 @@ def settings(port: int, replica: int, replicas: int) -> Config:
 class Pair:
     """Two replicas of a small model whose second layer is large enough for a bucket of its own."""
 
-    def __init__(self, port: int, here: Topology) -> None:
+    def __init__(self, port: int, here: Topology, rank: int = 0) -> None:
         self.models = []
         self.replicas = []
         for number in range(2):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 1))
-            one = Synchronous(settings(port, number, 2), here)
+            config = settings(port, number, 2)
+            one = join_replicas(replace(config, average=replace(config.average, rank=rank)), here)
+            assert isinstance(one, Synchronous)
             one.watch(list(model.named_parameters()))
             self.models.append(model)
             self.replicas.append(one)
@@ -296,6 +298,32 @@ def test_gradients_are_the_mean_over_replicas_and_go_off_during_the_backward(por
     pair.close()
 
 
+def test_gradients_of_low_rank_are_near_and_equal_and_make_up_for_their_errors(port: int, here: Topology) -> None:
+    pair = Pair(port, here, rank=4)
+    pair.enter()
+    size = sum(p.nbytes for p in pair.models[0].parameters())
+
+    def step(number: int, seed: int) -> list[torch.Tensor]:
+        own = pair.backward(number, seed)
+        assert pair.replicas[number].finish()
+        return own
+
+    sums = [[torch.zeros_like(p) for p in pair.models[0].parameters()] for _ in range(2)]
+    for turn in range(8):  # the same gradients again and again: what is left out once comes later
+        a, b = together(lambda: step(0, 0), lambda: step(1, 1))
+        for exact, near, x, y, first, second in zip(*sums, a, b, *(model.parameters() for model in pair.models), strict=True):
+            assert first.grad is not None and torch.equal(first.grad, second.grad)
+            if turn < 2:
+                torch.testing.assert_close(first.grad, (x + y) / 2, rtol=1e-5, atol=1e-8)
+            else:
+                exact += (x + y) / 2
+                near += first.grad
+        assert (pair.replicas[0].take_bytes() < size / 10) == (turn >= 2)
+    exact, near = (torch.cat([part.flatten() for part in parts]) for parts in sums)
+    assert 0 < float((near - exact).norm() / exact.norm()) < 0.1
+    pair.close()
+
+
 def test_who_is_left_averages_its_own_again(port: int, here: Topology) -> None:
     pair = Pair(port, here)
     pair.enter()
@@ -345,6 +373,42 @@ def test_int8_rounds_a_tensor_alike_whatever_lies_beside_it(port: int, here: Top
     with_, without = one._rounded_mean([other, table]), one._rounded_mean([table])
     assert with_ is not None and without is not None and torch.equal(with_[1], without[0])
     assert 0 < float((without[0] - table).abs().max()) < float(table.abs().max()) / 100
+
+
+def test_a_transfer_that_breaks_goes_on_where_it_was(port: int, here: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(port, here)
+    real, ends = replicas.side_group, []
+
+    class End:
+        """The source's end of a connection; the first one breaks behind its second piece."""
+
+        def __init__(self, group: Any) -> None:
+            self.group, self.messages = group, 0
+            ends.append(self)
+
+        def recv(self, *arguments: Any) -> Any:
+            return self.group.recv(*arguments)
+
+        def send(self, *arguments: Any) -> Any:
+            self.messages += 1
+            if self is ends[0] and self.messages == 5:  # behind length, head and two pieces
+                self.group = None
+                raise RuntimeError("Connection reset by peer")
+            return self.group.send(*arguments)
+
+    def side_group(store: Store, rank: int, size: int, threads: int, *rest: float) -> Any:
+        group = real(store, rank, size, threads, *rest)
+        return End(group) if threads == 1 and rank == 0 else group
+
+    monkeypatch.setattr(replicas, "side_group", side_group)
+    monkeypatch.setattr(replicas, "_PIECE", 1 << 17)
+    pair.enter((3, 9))
+    tensors, _ = pair.taken[0]
+    pieces = sum(-(-p.nbytes // (1 << 17)) for p in pair.models[1].parameters())
+    assert len(ends) == 2 and ends[1].messages in (pieces, pieces + 1)  # two messages more, one or two pieces less
+    for name, parameter in pair.models[1].named_parameters():
+        assert torch.equal(tensors[name], parameter)
+    pair.close()
 
 
 def test_a_state_that_comes_damaged_is_refused(port: int, here: Topology, monkeypatch: pytest.MonkeyPatch) -> None:

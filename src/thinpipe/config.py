@@ -226,6 +226,8 @@ class NetworkConfig:
 class AverageConfig:
     every: int = 0
     """What replicas average. 0: gradients, in every step. H: the way of H steps that each has trained by itself (DiLoCo)."""
+    rank: int = 0
+    """Rank of the gradients that travel in every step, by PowerSGD with error feedback (0: they travel whole)."""
     outer_lr: float = 0.7
     """DiLoCo: learning rate of the step along the mean way."""
     outer_momentum: float = 0.9
@@ -439,7 +441,9 @@ def _check(config: Config) -> None:
 
 def _check_replicas(config: Config) -> None:
     a, p, c = config.average, config.pipeline, config.compression
-    _positive(a, "average", "every", least=0)
+    _positive(a, "average", "every", "rank", least=0)
+    if a.rank and a.every:
+        raise ThinpipeError(f"average.rank = {a.rank} and average.every = {a.every} don't go together; leave one of them at 0")
     if not 0 < a.outer_lr <= 10 or not 0 <= a.outer_momentum < 1:
         raise ThinpipeError(f"average.outer_lr = {a.outer_lr} must be in (0, 10] and average.outer_momentum = {a.outer_momentum} in [0, 1)")
     if a.wire == "int8" and not a.every:

@@ -31,6 +31,7 @@ from .topology import PeerLost, Topology, side_group
 _BUCKET = 1 << 20  # bytes of gradients that go off together
 _AT_ONCE = 8  # buckets under way: one alone waits for the links' delays more than it travels
 _PIECE = 1 << 20  # bytes of a newcomer's state per message: each has the whole of network.timeout
+_ATTEMPTS = 4  # to send it
 _MEETING = 8.0  # seconds in which the members of a new epoch come together
 _TORN = 4  # averages in a row that may fail although nobody is lost
 _BLOCK = 256  # numbers that share a step of int8
@@ -328,31 +329,52 @@ class _Together(Alone):
         with self._asking():
             return self._council.settled()
 
+    def _between(self, newcomer: Member, attempt: int) -> Any:
+        """A group of the source (rank 0) and a newcomer (rank 1), both at this stage: what breaks here is no other average's trouble."""
+        store = dist.PrefixStore(f"give/{self._epoch.number}/{newcomer[0]}/{self.here.stage}/{attempt}", self._store)
+        return side_group(store, int(self._me == newcomer), 2, 1, _MEETING, self.config.network.timeout)
+
     def _send(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """A connection that breaks is made anew, and goes on where the newcomer is; one that is lost is left to its fate."""
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         about = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), _digest(t)] for n, t in ready.items()}
         head = torch.frombuffer(bytearray(json.dumps({"tensors": about, "facts": facts}).encode()), dtype=torch.uint8)
+        pieces = [piece for tensor in ready.values() for piece in _pieces(tensor)]
         for newcomer in self._epoch.newcomers:
-            to = self._epoch.members.index(newcomer)
-            for message in (torch.tensor([head.numel()]), head, *(piece for tensor in ready.values() for piece in _pieces(tensor))):
-                if not self._ended(self._start(lambda group, m=message, r=to: group.send([m], r, 0))):  # type: ignore[misc]
-                    return  # a newcomer is lost; the next average finds out
+            for attempt in range(_ATTEMPTS):
+                with contextlib.suppress(RuntimeError):
+                    group, has = self._between(newcomer, attempt), torch.zeros(1, dtype=torch.int64)
+                    group.recv([has], 1, 0).wait()
+                    for message in (torch.tensor([head.numel()]), head, *pieces[int(has) :]):
+                        group.send([message], 1, 0).wait()
+                    group.recv([has], 1, 0).wait()
+                    break
 
     def _receive(self) -> State:
-        assert self._group is not None and self._epoch.source is not None
-        source, origin, group = self._epoch.source[0], self._epoch.members.index(self._epoch.source), self._group
-        try:
-            size = torch.zeros(1, dtype=torch.int64)
-            group.recv([size], origin, 0).wait()
-            head = torch.empty(int(size), dtype=torch.uint8)
-            group.recv([head], origin, 0).wait()
-            told = json.loads(bytes(head.numpy()))
-            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape, _) in told["tensors"].items()}
-            for tensor in tensors.values():
-                for piece in _pieces(tensor):
-                    group.recv([piece], origin, 0).wait()
-        except RuntimeError as error:
-            raise PeerLost(f"replica {self.number} lost replica {source}, which sent it its state: {error}") from error
+        assert self._epoch.source is not None
+        source, failure = self._epoch.source[0], ""
+        told: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        has = 0
+        for attempt in range(_ATTEMPTS):
+            try:
+                group, size = self._between(self._me, attempt), torch.zeros(1, dtype=torch.int64)
+                group.send([torch.tensor([has])], 0, 0).wait()
+                group.recv([size], 0, 0).wait()
+                head = torch.empty(int(size), dtype=torch.uint8)
+                group.recv([head], 0, 0).wait()
+                if not told:
+                    told = json.loads(bytes(head.numpy()))
+                    tensors = {n: torch.empty(shape, dtype=getattr(torch, dtype)) for n, (dtype, shape, _) in told["tensors"].items()}
+                for piece in [piece for tensor in tensors.values() for piece in _pieces(tensor)][has:]:
+                    group.recv([piece], 0, 0).wait()
+                    has += 1
+                group.send([torch.tensor([has])], 0, 0).wait()
+                break
+            except RuntimeError as error:
+                failure = str(error)
+        else:
+            raise PeerLost(f"replica {self.number} could not get its state from replica {source}: {failure}")
         for name, tensor in tensors.items():
             if _digest(tensor) != told["tensors"][name][2]:
                 raise PeerLost(f"{name} came damaged from replica {source} to replica {self.number}")
@@ -448,6 +470,63 @@ class Synchronous(_Together):
         return _digest_all({name: tensor for name, tensor in tensors.items() if name not in _STATISTIC})
 
 
+class Approximate(Synchronous):
+    """Gradients of low rank by torch's PowerSGD (arXiv 1905.13727), with its error feedback, from a group's third step on.
+
+    Torch's hook waits inside of its callbacks, so that two buckets under way could get into each other's places: there is one,
+    and it goes off when the backward is done.
+    """
+
+    def _meet(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        super()._meet()
+        # Whoever comes knows nothing of the others' errors, so all begin anew.
+        self._hook: Callable[..., Any] = powerSGD_hook
+        self._power = PowerSGDState(self._group, self.config.average.rank, start_powerSGD_iter=2)
+
+    def _finished(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def _collect(self) -> bool:
+        if self._group is None:
+            return False
+        there = [parameter for parameter in self._parameters if parameter.grad is not None]
+        bucket = _Bucket([parameter.grad for parameter in there if parameter.grad is not None])
+        numbers = self._power.total_numel_after_compression
+        try:
+            self._hook(self._power, bucket).wait()
+        except RuntimeError:
+            self._group = None
+            return False
+        numbers = self._power.total_numel_after_compression - numbers or bucket.buffer().numel()
+        self._sent += 2 * 4 * numbers * (self.members - 1) // self.members
+        for parameter, mean in zip(there, bucket.gradients(), strict=True):
+            parameter.grad = mean.to(parameter)
+        return True
+
+
+class _Bucket:
+    """As much of torch's GradBucket, which only torch can make, as its hook asks for."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        self._flat = torch.cat([gradient.float().flatten() for gradient in gradients]).cpu()
+        parts = self._flat.split([gradient.numel() for gradient in gradients])
+        self._gradients = [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
 class Distant(_Together):
     """DiLoCo (arXiv 2311.08105): each replica trains by itself; every H steps they average how far they have come.
 
@@ -533,7 +612,8 @@ def join_replicas(config: Config, here: Topology) -> Alone:
     """This process's side of its run's replicas, by the config."""
     if config.pipeline.replicas == 1:
         return ALONE
-    return (Distant if config.average.every else Synchronous)(config, here)
+    kind = Distant if config.average.every else Approximate if config.average.rank else Synchronous
+    return kind(config, here)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
