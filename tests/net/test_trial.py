@@ -63,6 +63,7 @@ def test_achieved_links_stay_shared_or_apart() -> None:
 
 
 @requires_net
+@pytest.mark.slow
 def test_a_run_in_the_lab_is_the_run(tmp_path: Path, corpus: dict[str, Any]) -> None:
     before = everything()
     path = config(tmp_path, corpus)
