@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -118,9 +119,9 @@ class Rendezvous(DynamicRendezvousHandler):
         # when another one leads the next.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store = _open_store(meeting)
-        if meeting.is_host:
-            threading.Thread(target=keep_time, args=(store,), daemon=True).start()
-        else:
+        if meeting.is_host and not meeting.endpoint.endswith(":0"):  # others may come
+            keep_time(store)
+        elif not meeting.is_host:
             try:
                 check_clock(store, meeting.endpoint)
             except RuntimeError as error:  # the store's; ours is no such
@@ -186,11 +187,25 @@ def _open_store(meeting: Meeting) -> TCPStore:
 
 
 def keep_time(store: Store) -> None:
-    """On the meeting's host: write its clock into the store, again and again."""
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        while True:
-            store.set(_CLOCK, repr(time.time()))
-            time.sleep(_TICK)
+    """On the meeting's host: write its clock into the store, again and again, in the background.
+
+    The thread ends before the interpreter does: one that is inside of torch then aborts the process.
+    """
+    over = threading.Event()
+
+    def write() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while not over.wait(_TICK):
+                store.set(_CLOCK, repr(time.time()))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(1.0)
+
+    atexit.register(end)
 
 
 def check_clock(store: Store, endpoint: str) -> None:

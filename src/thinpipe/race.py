@@ -22,7 +22,7 @@ from .config import Config, ThinpipeError, to_dict
 from .data import prepare
 from .lab import parse_links, unavailable
 from .metrics import read_events, to_json, write_whole
-from .planner import find_gpu, plan, wire_bytes_per_token
+from .planner import average_bytes, find_gpu, plan, wire_bytes_per_token
 from .report import COLOURS, INK, clean, save
 from .run import open_run, result_of
 from .runner import train
@@ -109,10 +109,10 @@ def _check(entries: Sequence[Entry]) -> None:
     for entry in entries:
         if not entry.config.check().train.eval_every:
             raise ThinpipeError(f"{entry.name}: train.eval_every = 0 gives no curve to compare; set it")
-        stages = entry.config.pipeline.stages
-        if stages == 1:
+        stages, replicas = entry.config.pipeline.stages, entry.config.pipeline.replicas
+        if stages * replicas == 1:
             raise ThinpipeError(f"{entry.name}: pipeline.stages = 1 has no link to race over; set the stages of the pipeline")
-        parse_links(entry.link, stages - 1, f"--link for {entry.name}")
+        parse_links(entry.link, stages * replicas - 1, f"--link for {entry.name}")
         for name in _SAME:
             if _field(entry.config, name) != _field(entries[0].config, name):
                 raise ThinpipeError(f"{name} differs between {entries[0].name} and {entry.name}; a race needs the same data and order")
@@ -146,7 +146,7 @@ def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], 
         losses=np.stack(rows),
         seconds_per_step=_time_step(entry, out, timing, say, debug),
         timed=timing,
-        bytes_per_step=per_token * tokens * (config.pipeline.stages - 1) * 2,
+        bytes_per_step=per_token * tokens * (config.pipeline.stages - 1) * 2 + average_bytes(config, prepare(config).vocab),
         compression=2 * config.sizes()["width"] / per_token,
     )
 
@@ -158,13 +158,19 @@ def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None],
         links = parse_links(entry.link, config.pipeline.stages - 1, where)
         return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=calibrate(config, debug)).seconds_per_step
     options = config.pipeline
-    setting = f"{options.stages}-{options.micro_batches}-{options.schedule}-{entry.link}"
+    every = config.average.every
+    setting = f"{options.stages}-{options.micro_batches}-{options.schedule}-{options.replicas}-{every}-{entry.link}"
     folder = out / f"{entry.name}-lab-{setting.replace(',', '-').replace('/', '_')}"
-    train_config = replace(config.train, steps=_LAB_STEPS, eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample="")
+    train_config = replace(
+        config.train, steps=max(_LAB_STEPS, 2 * every), eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample=""
+    )
     short, folder, _ = open_run(replace(config, run=replace(config.run, dir=str(folder)), train=train_config))
     if (done := result_of(folder)) is None:
         say(f"{entry.name}: {_LAB_STEPS} steps in the lab over {entry.link}")
         done = train_in_lab(short, entry.link, where, say, debug)
+    if every:  # a median step has no average in it
+        at = {event["step"]: event["time"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"}
+        return float(at[2 * every] - at[every]) / every
     return float(done["seconds_per_step"])
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -74,7 +73,7 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
     say(f"run {folder}: {config.compression.method}, {replicas} replicas of {config.pipeline.stages} stages, {config.segments} segments")
     prepare(config)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listen_on("127.0.0.1", 0))
-    threading.Thread(target=keep_time, args=(store,), daemon=True).start()
+    keep_time(store)
     commands = []
     for replica in range(replicas):
         command = [sys.executable, "-m", "thinpipe", "train", str(folder / "config.toml"), "--network.rdzv", f"127.0.0.1:{store.port}"]

@@ -96,7 +96,7 @@ def test_a_meeting_that_can_not_be_is_told_before_anything_starts() -> None:
 @pytest.mark.parametrize("off", [0.0, 3600.0, -3600.0])
 def test_a_clock_that_is_off_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch, off: float) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threading.Thread(target=keep_time, args=(store,), daemon=True).start()
+    keep_time(store)
     joiner = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
     real = time.time
     here = threading.get_ident()

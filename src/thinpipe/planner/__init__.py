@@ -4,7 +4,7 @@
 schedule = "auto", `simulate` and `bound` take costs of any origin. docs/planner.md says how, and how well.
 """
 
-from .costs import GPU, GPUS, UTILISATION, Costs, calibrate, costs_by_formula, find_gpu
+from .costs import GPU, GPUS, UTILISATION, Costs, average_bytes, calibrate, costs_by_formula, find_gpu
 from .counts import Memory, message_bytes, parameters, stage_memory, stage_sizes, tied_bytes_per_step, wire_bytes, wire_bytes_per_token
 from .draw import draw_timeline, draw_widths, square_cube
 from .order import Recommendation, balance, chain, recommend
@@ -25,6 +25,7 @@ __all__ = [
     "Suggestion",
     "Timeline",
     "at_least_possible",
+    "average_bytes",
     "balance",
     "best_schedule",
     "bound",

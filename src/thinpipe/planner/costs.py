@@ -179,6 +179,19 @@ def calibrate(gpu: GPU, config: Config, vocab: int, measured: Costs) -> GPU:
     return replace(gpu, name=f"{gpu.name}, measured", utilisation=gpu.utilisation * ratio, bandwidth=gpu.bandwidth * ratio)
 
 
+def _sent(config: Config, vocab: int, stage: int) -> float:
+    """Bytes that a stage sends to other replicas per average; PowerSGD's as if its rank were full."""
+    replicas, is_int8 = config.pipeline.replicas, config.average.wire == "int8"
+    numbers = stage_sizes(config, config.spec(vocab), stage).parameters
+    return numbers * (replicas - 1) * (1 if is_int8 else 8 / replicas)
+
+
+def average_bytes(config: Config, vocab: int) -> float:
+    """Bytes per step that all replicas send each other."""
+    pipeline = config.pipeline
+    return pipeline.replicas * sum(_sent(config, vocab, stage) for stage in range(pipeline.stages)) / (config.average.every or 1)
+
+
 def with_averages(costs: Costs, config: Config, vocab: int, links: Sequence[Link]) -> Costs:
     """The costs with what replicas spend on averaging over links like the boundaries'; DiLoCo's average is spread over its steps.
 
@@ -191,12 +204,10 @@ def with_averages(costs: Costs, config: Config, vocab: int, links: Sequence[Link
     replicas, average = config.pipeline.replicas, config.average
     if replicas == 1 or not links:
         return costs
-    spec, every = config.spec(vocab), average.every or 1
-    share, turns, width = (1, replicas - 1, 1) if average.wire == "int8" else (2 / replicas, 2 * (replicas - 1), 4)
+    every, turns = average.every or 1, (1 if average.wire == "int8" else 2) * (replicas - 1)
     waits = []
     for stage in range(costs.stages):
         beside = links[max(0, stage - 1) : stage + 1] or links[-1:]
-        size = stage_sizes(config, spec, stage).parameters * width * share * (replicas - 1)
         rate = min((rate for link in beside for rate in (link.up, link.down) if rate is not None), default=math.inf)
-        waits.append((8 * size / rate + turns * max(link.delay for link in beside)) / every)
+        waits.append((8 * _sent(config, vocab, stage) / rate + turns * max(link.delay for link in beside)) / every)
     return replace(costs, average=tuple(waits), vote=8 * max(link.delay for link in links) / every)
