@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -265,10 +266,9 @@ def side_by_side(
         for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
             log.parent.mkdir(parents=True, exist_ok=True)
             told = stack.enter_context(open(log, "w", encoding="utf-8")) if i else None
-            # A session of its own: Ctrl-C reaches it once, from here.
-            processes.append(
-                subprocess.Popen(command, env=dict(env), stdout=subprocess.DEVNULL, stderr=told, text=True, start_new_session=True)
-            )
+            # A session of its own: Ctrl-C reaches it once, from here; and whatever ends this process ends it.
+            end: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
+            processes.append(subprocess.Popen(command, env=dict(env), stdout=subprocess.DEVNULL, stderr=told, text=True, **end))
         passed_on = False
         while any(process.poll() is None for process in processes):
             if stop.asked and not passed_on:
@@ -291,7 +291,7 @@ def side_by_side(
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this worker when its agent dies, even by kill -9 (Linux)."""
+    """Have the kernel kill this process when its parent dies, even by kill -9 (Linux)."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

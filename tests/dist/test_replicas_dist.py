@@ -9,7 +9,7 @@ import pytest
 import torch
 from life_kills import write_config
 from safetensors.torch import load_file
-from test_command import command
+from test_command import children, command, finish, gone, start, wait_for_step
 
 from thinpipe import faults
 from thinpipe.faults import Fault
@@ -78,3 +78,16 @@ def test_distant_replicas_agree_whenever_they_average(tmp_path: Path) -> None:
     assert losses[0] != losses[1]  # each its own part of the data
     sent = [event["average_bytes"] for event in steps(run)]
     assert [step for step, size in enumerate(sent) if size] == [6, 12, 18]
+
+
+@pytest.mark.slow
+def test_a_command_that_is_killed_leaves_no_replica(tmp_path: Path) -> None:
+    config = write_config(tmp_path, checkpoint_every=0)
+    process = start(tmp_path, "train", str(config), "--run.dir", "run", "--pipeline.stages", "1", "--pipeline.replicas", "2")
+    wait_for_step(tmp_path / "run", 3)
+    below = children(process.pid)
+    below += [worker for command_ in below for worker in children(command_)]
+    assert len(below) >= 4
+    process.kill()
+    assert gone(below)
+    finish(process)
