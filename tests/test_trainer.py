@@ -219,6 +219,8 @@ def test_a_spike_rolls_back_and_skips_its_batches(tmp_path: Path, corpus: dict[s
     assert asked == [*range(15), *range(15, 27)] and result.steps == 24
     events = list(read_events(tmp_path / "run" / "metrics.jsonl"))
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 25))
+    tokens = {event["step"]: event["tokens"] for event in events if event["event"] == "step"}
+    assert all(count == step * tokens[1] for step, count in tokens.items()) and result.tokens == 24 * tokens[1]
     (told,) = [event["text"] for event in events if event["event"] == "complaint"]
     assert told == "step 15 was a spike of the loss: back to step 12, 3 batches are left out"
     # What the rest computes is what a run from that checkpoint with the later batches computes.

@@ -245,6 +245,7 @@ class Trainer:
         self._load(found.tensors(self.wants(set(found.names))))
         self.done_steps, self.moved = found.step, None
         self.skipped += spiked - found.step
+        self.sequences -= (spiked - found.step) * self.config.share
         self.metrics.close()
         self.metrics = self._open_metrics()
         self._told(f"step {spiked} was a spike of the loss: back to step {found.step}, {spiked - found.step} batches are left out")
