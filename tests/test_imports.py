@@ -6,7 +6,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "thinpipe"
 
 FLOORS = {
-    0: {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "standing", "endpoint"},
+    0: {"errors", "commands", "sizes", "config", "schedule", "planner", "lab", "mesh", "standing", "endpoint"},
     1: {"subspace", "codecs"},
     2: {"method", "optim", "data", "export", "metrics", "watch", "tally"},
     3: {"model", "topology", "pipeline", "replicas", "council", "checkpoint", "launch", "meeting", "run", "device", "linkrate"},
@@ -18,7 +18,8 @@ FLOORS = {
 SIDEWAYS = {
     *(("sizes", "errors"), ("config", "errors"), ("config", "sizes"), ("schedule", "config"), ("lab", "config"), ("lab", "errors")),
     *(("planner", room) for room in ("config", "errors", "sizes", "schedule", "lab")),
-    *(("mesh", room) for room in ("config", "errors")),
+    *(("mesh", room) for room in ("config", "errors", "commands")),
+    *(("commands", "errors"), ("lab", "commands")),
     *(("optim", "method"), ("trainer", "generate"), ("trainer", "calibrate")),
     *(("pipeline", "topology"), ("pipeline", "model"), ("checkpoint", "topology"), ("launch", "topology"), ("device", "topology")),
     *(("replicas", room) for room in ("council", "meeting", "topology")),
@@ -26,7 +27,7 @@ SIDEWAYS = {
     *(("linkrate", "topology"), ("launch", "meeting"), ("meeting", "topology")),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-TORCH_FREE = {"errors", "sizes", "config", "schedule", "planner", "lab", "mesh", "standing", "endpoint", "data"}
+TORCH_FREE = {"errors", "commands", "sizes", "config", "schedule", "planner", "lab", "mesh", "standing", "endpoint", "data"}
 
 
 def imports(path: Path) -> set[str]:

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -248,11 +248,12 @@ def reporting_failures() -> Iterator[None]:
 
 
 def side_by_side(
-    commands: Sequence[Sequence[str]], env: Mapping[str, str], logs: Sequence[Path], named: str, whole: Callable[[], bool], say: Say
+    commands: Sequence[Sequence[str]], stages: int, logs: Sequence[Path], named: str, whole: Callable[[], bool], say: Say
 ) -> None:
     """Run commands of `thinpipe` on this machine until all have ended; the first one tells this terminal, the others their logs.
 
     Args:
+        stages: of all commands together; each command believes that it has all cores.
         named: what a command is called in errors, with {} for its number.
         whole: asked in the end whether what they were to do is done; if so, a command that failed is only told of.
 
@@ -261,6 +262,7 @@ def side_by_side(
         Stopped: a stop was asked for, and the commands have ended.
     """
     stop = StopRequest()
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // stages))}
     with contextlib.ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
         for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
@@ -268,7 +270,7 @@ def side_by_side(
             told = stack.enter_context(open(log, "w", encoding="utf-8")) if i else None
             # A session of its own: Ctrl-C reaches it once, from here; and whatever ends this process ends it.
             end: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
-            processes.append(subprocess.Popen(command, env=dict(env), stdout=subprocess.DEVNULL, stderr=told, text=True, **end))
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=told, text=True, **end))
         passed_on = False
         while any(process.poll() is None for process in processes):
             if stop.asked and not passed_on:

@@ -56,7 +56,7 @@ class _Passage:
         micro_batch: int,
         tag: int,
         wire: Wire,
-        arm: Callable[[], None] = lambda: None,
+        arm: Callable[[], None],
     ) -> None:
         self.stage, self.here, self.actions = stage, here, actions
         self.micro_batch, self.tag, self.wire, self.arm = micro_batch, tag, wire, arm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -78,10 +77,9 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
     for replica in range(replicas):
         command = [sys.executable, "-m", "thinpipe", "train", str(folder / "config.toml"), "--network.rdzv", f"127.0.0.1:{store.port}"]
         commands.append([*command, *of_replica(folder, replica, replicas), *(["--debug"] if debug else [])])
-    cores = len(os.sched_getaffinity(0))
-    env = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // (replicas * config.pipeline.stages)))}
+    stages = replicas * config.pipeline.stages
     logs = [folder / "logs" / f"replica-{replica}.txt" for replica in range(replicas)]
-    launch.side_by_side(commands, env, logs, "replica {}", lambda: result_of_any(folder, replicas) is not None, say)
+    launch.side_by_side(commands, stages, logs, "replica {}", lambda: result_of_any(folder, replicas) is not None, say)
     result = result_of_any(folder, replicas)
     assert result is not None
     if result["run"] != str(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,14 +98,12 @@ def run_hosts(net: Lab, folder: Path, replicas: int, say: Callable[[str], None],
         launch.Stopped: a stop was asked for, and the run has saved.
     """
     hosts = net.hosts
-    cores = len(os.sched_getaffinity(0))
-    env = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // len(hosts)))}  # each host believes that it has all cores
     commands = [
         train_on(hosts, i, folder / "config.toml", folder, *(["--debug"] if debug else []), replicas=replicas) for i in range(len(hosts))
     ]
     logs = [folder / "logs" / f"host-{i}.txt" for i in range(len(hosts))]
     launch.side_by_side(
-        commands, env, logs, "host {} of the lab", lambda: replicas > 1 and result_of_any(folder, replicas) is not None, say
+        commands, len(hosts), logs, "host {} of the lab", lambda: replicas > 1 and result_of_any(folder, replicas) is not None, say
     )
 
 

@@ -10,12 +10,12 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from thinpipe.commands import run_command
 from thinpipe.config import ThinpipeError
 
 PREFIX = "thinpipe"
@@ -30,16 +30,7 @@ _PATIENCE = 3.0
 
 def run(*argv: str, stdin: str = "") -> str:
     """Standard output of a command. Raises ThinpipeError with the first line that it said on failure."""
-    try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
-    except FileNotFoundError:
-        raise ThinpipeError(f"lab: needs {argv[0]}, which is not installed; apt-get install iproute2") from None
-    except subprocess.TimeoutExpired:
-        raise ThinpipeError(f"lab: {' '.join(argv)} did not end within {_COMMAND_SECONDS} s") from None
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ThinpipeError(f"lab: {' '.join(argv)} failed: {said[0]}")
-    return done.stdout
+    return run_command(*argv, by="lab", package="iproute2", seconds=_COMMAND_SECONDS, stdin=stdin)
 
 
 def start_time(pid: int) -> int | None:

@@ -10,12 +10,12 @@ import ipaddress
 import json
 import os
 import shutil
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from thinpipe.commands import run_command
 from thinpipe.errors import ThinpipeError
 from thinpipe.mesh.files import firewall, wireguard
 from thinpipe.mesh.members import Machine, Mesh, is_key
@@ -30,18 +30,7 @@ _PACKAGES = {"wg": "wireguard-tools", "nft": "nftables", "ip": "iproute2", "ss":
 
 def _run(*argv: str, stdin: str = "") -> str:
     """Standard output of a command. Raises ThinpipeError with the first line that it said on failure, never with `stdin`."""
-    try:
-        done = subprocess.run(
-            argv, input=stdin, capture_output=True, text=True, timeout=_COMMAND_SECONDS, env=os.environ | _ENVIRONMENT, check=False
-        )
-    except FileNotFoundError:
-        raise ThinpipeError(f"mesh: needs {argv[0]}, which is not installed; apt-get install {_PACKAGES[argv[0]]}") from None
-    except subprocess.TimeoutExpired:
-        raise ThinpipeError(f"mesh: {' '.join(argv)} did not end within {_COMMAND_SECONDS} s") from None
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ThinpipeError(f"mesh: {' '.join(argv)} failed: {said[0]}")
-    return done.stdout
+    return run_command(*argv, by="mesh", package=_PACKAGES[argv[0]], seconds=_COMMAND_SECONDS, stdin=stdin, env=os.environ | _ENVIRONMENT)
 
 
 def _works(*argv: str) -> bool:
