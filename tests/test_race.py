@@ -96,6 +96,12 @@ def test_the_command_trains_each_once_and_compares(tmp_path: Path, corpus: dict[
     assert (dense["method"], thin["method"]) == ("none", "subspace") and thin["compression"] == 8
     assert dense["seconds_per_step"] > 16 * 16 * 32 * 2 * 8 / 1e6 and thin["seconds_per_step"] < dense["seconds_per_step"]
     assert all(Path(tmp_path / file).stat().st_size > 10_000 for file in result["files"]) and len(result["files"]) == 3
+    # Who misses the target once gets twice the steps; what is there stays.
+    longer = run("--extend", "2", "--target", "0.5")
+    rows = json.loads(longer.stdout.splitlines()[-1])["rows"]
+    assert [(row["name"], row["steps"]) for row in rows] == [("dense", 6), ("thin", 6), ("dense x2", 12), ("thin x2", 12)]
+    assert rows[0]["final_val_loss"] == dense["final_val_loss"] and rows[0]["steps_to_target"] is None
+    assert rows[2]["seconds_per_step"] == rows[0]["seconds_per_step"] and rows[2]["final_val_loss"] != dense["final_val_loss"]
     stamp = (tmp_path / "out/dense-0/result.json").stat().st_mtime_ns
     bad = run("--train.steps", "3")  # fewer than the runs in `out` have
     assert bad.returncode == 2 and "train.steps" in bad.stderr and "Traceback" not in bad.stderr

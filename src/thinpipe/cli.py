@@ -144,6 +144,8 @@ class Race(Output, Config):
     """Loss whose time counts (not given: the first config's final one)."""
     seeds: int = 1
     """Seeds to train each config with."""
+    extend: int = 1
+    """Who misses that loss trains once more with so many times the steps, as a row of its own; its gap is then not at equal tokens."""
     timing: Literal["auto", "lab", "planner"] = "auto"
     """What the seconds of a step are: measured over a few steps in the lab, or planned. auto: the lab where it can run."""
     out: str = "runs/race"
@@ -419,7 +421,14 @@ def _race(args: Race) -> dict[str, Any]:
         Entry(name=Path(name).stem, config=config, link=named.get(name, common[0] if common else config.plan.link))
         for name, config in args.rows
     ]
-    result = race(entries, Path(args.out), target=args.target, seeds=args.seeds, say=_say, timing=args.timing, debug=args.debug)
+    options: dict[str, Any] = {
+        "target": args.target,
+        "seeds": args.seeds,
+        "extend": args.extend,
+        "timing": args.timing,
+        "debug": args.debug,
+    }
+    result = race(entries, Path(args.out), say=_say, **options)
     if not args.json:
         _print_race(result)
     return result

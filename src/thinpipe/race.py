@@ -70,6 +70,7 @@ def race(
     *,
     target: float | None = None,
     seeds: int = 1,
+    extend: int = 1,
     say: Callable[[str], None],
     timing: str = "auto",
     debug: bool = False,
@@ -80,6 +81,7 @@ def race(
 
     Args:
         target: loss that counts (None: the first entry's final one, its mean over seeds).
+        extend: who misses the target races once more, as a row of its own, with so many times the steps (its schedule stretched).
         timing: "lab", "planner", or "auto": the lab where it can run.
 
     Raises:
@@ -87,6 +89,8 @@ def race(
     """
     if seeds < 1:
         raise ThinpipeError(f"--seeds {seeds} must be at least 1")
+    if extend < 1:
+        raise ThinpipeError(f"--extend {extend} must be at least 1, the times that a row which missed the target trains again")
     if target is not None and not math.isfinite(target):
         raise ThinpipeError(f"--target {target} is no loss; give a finite number")
     _check(entries)
@@ -95,6 +99,8 @@ def race(
     curves = [_run(entry, out, seeds, timing, say, debug) for entry in entries]
     first = curves[0]
     target = float(first.losses[:, -1].mean()) if target is None else target
+    if extend > 1:
+        curves += [_extended(curve, extend, out, say, debug) for curve in curves if _time_to(curve, target)[0] is None]
     result = {"target_loss": target, "timed_by": timing, "rows": _rows(curves, target)}
     for name, figure in figures(curves, target):
         save(figure, out / f"{name}.png")
@@ -126,6 +132,23 @@ def _field(config: Config, name: str) -> Any:
 
 def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], None], debug: bool) -> Curve:
     config = entry.config
+    steps, losses = _learn(entry, out, seeds, say, debug)
+    per_token = wire_bytes_per_token(config)
+    tokens = config.train.batch * config.sizes()["context"]
+    return Curve(
+        entry=entry,
+        steps=steps,
+        losses=losses,
+        seconds_per_step=_time_step(entry, out, timing, say, debug),
+        timed=timing,
+        bytes_per_step=per_token * tokens * (config.pipeline.stages - 1) * 2 + average_bytes(config, prepare(config).vocab),
+        compression=2 * config.sizes()["width"] / per_token,
+    )
+
+
+def _learn(entry: Entry, out: Path, seeds: int, say: Callable[[str], None], debug: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and losses of the entry's validations, as in Curve."""
+    config = entry.config
     alone = replace(config.pipeline, stages=1, schedule="wan")
     compression = replace(config.compression, segments=config.segments)
     rows: list[np.ndarray] = []
@@ -138,17 +161,15 @@ def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], 
         evals = {e["step"]: e["val_loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "eval"}
         steps, losses = np.array(sorted(evals)), np.array([evals[step] for step in sorted(evals)], dtype=float)
         rows.append(losses)
-    per_token = wire_bytes_per_token(config)
-    tokens = config.train.batch * config.sizes()["context"]
-    return Curve(
-        entry=entry,
-        steps=steps,
-        losses=np.stack(rows),
-        seconds_per_step=_time_step(entry, out, timing, say, debug),
-        timed=timing,
-        bytes_per_step=per_token * tokens * (config.pipeline.stages - 1) * 2 + average_bytes(config, prepare(config).vocab),
-        compression=2 * config.sizes()["width"] / per_token,
-    )
+    return steps, np.stack(rows)
+
+
+def _extended(curve: Curve, times: int, out: Path, say: Callable[[str], None], debug: bool) -> Curve:
+    config = curve.entry.config
+    longer = replace(config, train=replace(config.train, steps=times * config.train.steps))
+    entry = replace(curve.entry, name=f"{curve.entry.name} x{times}", config=longer)
+    steps, losses = _learn(entry, out, len(curve.losses), say, debug)
+    return replace(curve, entry=entry, steps=steps, losses=losses)
 
 
 def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None], debug: bool) -> float:
@@ -201,6 +222,7 @@ def _rows(curves: Sequence[Curve], target: float) -> list[dict[str, Any]]:
                 "final_val_loss": float(final.mean()),
                 "final_val_loss_spread": float(final.max() - final.min()),
                 "perplexity": math.exp(min(float(final.mean()), 700.0)),
+                "steps": int(curve.steps[-1]),
                 "gap_vs_first": float(final.mean() / first_loss - 1),
                 "steps_to_target": steps,
                 "seconds_per_step": curve.seconds_per_step,
