@@ -75,8 +75,9 @@ def screening(d: int) -> dict[str, Groups]:
     for ratio in (16, 32):
         runs[f"projected + tables, int2, 1/{ratio}"] = packed("projected", d, ratio, 2)
     runs["projected + tables, int1, 1/16"] = packed("projected", d, 16, 1)
-    for lr in (6e-3, 1.2e-2):
+    for lr in (4e-3, 6e-3):
         runs[f"projected + tables, int4, 1/32, lr {lr:g}"] = packed("projected", d, 32) | {"optim": {"lr": lr}}
+    runs["subspace 1/32, lr 0.004"] = compressed("subspace", d // 32) | {"optim": {"lr": 4e-3}}
     for scale in (0.25, 1.0):
         runs[f"projected + tables, int4, 1/32, static rows of {scale:g}"] = packed("projected", d, 32, static_scale=scale)
     runs["projected + tables of rank 32, int4, 1/32"] = packed("projected", d, 32, stage_table=32)

@@ -131,6 +131,50 @@ def test_k_equal_to_d_spans_everything() -> None:
     assert stage.layers["0"].attn.o.weight.shape == (32, 32)
 
 
+@pytest.mark.parametrize(("method", "table"), [("projected", "full"), ("subspace", 4), ("none", "full")])
+def test_local_losses_add_their_gradients_and_nothing_else(method: str, table: int | str) -> None:
+    """Against plain autograd of loss + 0.3 (the segments' cross-entropies), each written out from the paths of the model."""
+    compression = {"method": method, "stage_table": table, "rank": 8, "segments": 4}
+    with_local, without = (
+        build_stages(config(compression=compression | {"local_loss": weight}), VOCAB, wire="float64")[0].double() for weight in (0.3, 0.0)
+    )
+    for stage in (with_local, without):
+        for embedding in stage.tables.values():
+            torch.nn.init.normal_(embedding.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    tokens = batch(rows=16)
+    ids, targets = tokens[:, :-1], tokens[:, 1:].flatten()
+    loss = with_local(None, tokens)
+    assert loss.item() == without(None, tokens).item()
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter, _ in with_local.roles()}
+    with_local.zero_grad()
+
+    stage, total = with_local, torch.zeros((), dtype=torch.float64)
+    static, c = stage.method.static(ids, torch.float64), stage.embed(ids)
+    for segment, layers in enumerate(stage.layers_of_segments):
+        table_module = dict(stage.tables.items()).get(str(segment))
+        known = None if static is None else static.clone()
+        if table_module is not None:
+            rows = table_module(ids)
+            known = rows if known is None else known + rows
+        s = stage.method.enter(c, segment)
+        for i in layers:
+            s = stage.layers[str(i)](s, lambda s, segment=segment, known=known: stage.method.read(s, known, segment), stage.rope, None)
+        x = stage.method.read(s, known, segment)
+        if segment == 3:
+            total = total + torch.nn.functional.cross_entropy(stage.head(stage.norm(x)).flatten(0, 1), targets)
+            break
+        weight = stage.embed.weight if table_module is None else table_module.weight
+        if table_module is not None and table_module.lift_DR is not None:
+            weight = weight @ table_module.lift_DR.T
+        logits = stage.local_norms[str(segment)](x) @ weight.T
+        total = total + 0.3 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+        c = stage.method.leave(s, segment)
+    total.backward()
+    for name, parameter, _ in stage.roles():
+        assert torch.allclose(found[name], parameter.grad, rtol=1e-9, atol=1e-12), name
+
+
 @pytest.mark.parametrize("method", ["none", "subspace"])
 def test_padding_is_not_counted(method: str) -> None:
     stage = build_stages(config(compression={"method": method}), VOCAB)[0]

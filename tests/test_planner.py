@@ -249,6 +249,8 @@ MODELS = [
     config(compression={"method": "none", "stage_table": "full"}),
     config(compression={"method": "projected", "stage_table": 5}),
     config(compression={"method": "subspace", "stage_table": 3}),
+    config(compression={"method": "projected", "stage_table": 5, "local_loss": 0.3}),
+    config(compression={"stage_table": "full", "local_loss": 0.3}, pipeline={"stages": 2}),
     config(compression={"static": "gaussian"}, pipeline={"stages": 2}),
     config(model={"tied": True}),
     config(model={"tied": True}, compression={"method": "none"}),
@@ -256,7 +258,8 @@ MODELS = [
 ]
 
 
-NAMES = ["subspace", "dense", "dense, tables", "projected, tables", "subspace, tables", "gaussian", "tied", "dense tied", "recompute, muon"]
+NAMES = ["subspace", "dense", "dense, tables", "projected, tables", "subspace, tables", "local, projected", "local, subspace"]
+NAMES += ["gaussian", "tied", "dense tied", "recompute, muon"]
 
 
 def inputs(config: Config, stage: Stage) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -113,6 +113,9 @@ class CompressionConfig:
     """Static embedding: a full Gaussian table (V x d), or products of two small tables of signs (2 sqrt(V) x d)."""
     stage_table: int | str = 0
     """A trainable table per segment, added to what its blocks read and never sent: its rank, "full", or 0 for none."""
+    local_loss: float = 0.0
+    """Weight of a next-token loss that each segment has at its end, by its own table (needs stage_table): it learns with little coming
+    back over the wire. It costs a head's compute on every stage, in training only."""
     static_scale: float = 1.0
     """Standard deviation of the static embedding's entries."""
     embedding_start: float = 0.25
@@ -397,6 +400,9 @@ def _check(config: Config) -> None:
             )
     if c.stage_table != "full" and not (isinstance(c.stage_table, int) and 0 <= c.stage_table <= width):
         raise ThinpipeError(f'compression.stage_table = {c.stage_table!r} must be a rank up to model.width = {width}, 0 or "full"')
+    _positive(c, "compression", "local_loss", least=0)
+    if c.local_loss and not c.stage_table:
+        raise ThinpipeError(f'compression.local_loss = {c.local_loss:g} needs the segments\' tables; set compression.stage_table = "full"')
     if not c.static_scale > 0:
         raise ThinpipeError(f"compression.static_scale = {c.static_scale} must be above 0")
     _positive(c, "compression", "embedding_start", least=0)

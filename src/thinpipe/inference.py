@@ -84,7 +84,8 @@ def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
     if found is None:
         raise ThinpipeError(f"{folder} has no checkpoint yet; train until train.checkpoint_every or to the end")
     vocab, digest = _facts(found, stored, folder)
-    (stage,) = build_stages(config, vocab, [stage_number])
+    lean = replace(config, compression=replace(config.compression, local_loss=0.0))  # local losses are training's only
+    (stage,) = build_stages(lean, vocab, [stage_number])
     stage.load_weights(found.tensors(stage.weights().keys() - (set() if stage.is_last else {"basis/U"})))
     if topology:
         share_owned(stage, topology)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,10 @@ class Embedding(nn.Embedding):
         super().__init__(vocab, width)
         self.role = role
 
+    def scores(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The table the other way round: how well each of the V rows fits, (B, T, V)."""
+        return F.linear(x_BTD, self.weight)
+
 
 class StageTable(Embedding):
     """A trainable part of X that a segment knows from the ids: there from its first block to its last, never on the wire.
@@ -54,6 +59,22 @@ class StageTable(Embedding):
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         rows = super().forward(ids_BT)
         return rows if self.lift_DR is None else rows @ self.lift_DR.T
+
+    def scores(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return super().scores(x_BTD if self.lift_DR is None else x_BTD @ self.lift_DR)
+
+
+class _Beside(torch.autograd.Function):
+    """x as it is; behind it, backward also minimises `weight` times a loss of this process's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.share = loss.new_tensor(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradients[0], ctx.share, None
 
 
 class RMSNorm(nn.Module):
@@ -178,6 +199,8 @@ class Stage(nn.Module):
         batch_tokens: tokens of a whole batch; the loss of a micro-batch is its summed cross-entropy over this, so that
             micro-batches add up to the mean and gradients don't depend on their number.
         tables: the rank of every segment's table ("full": full width; 0: no tables).
+        local_loss: weight of the next-token loss that each segment but the last has at its end by its own table (deep
+            supervision, arXiv 1409.5185): it learns also where little comes back over the wire. Nothing of it is in the model's loss.
         ids_travel: token ids cross the boundaries beside the coordinates (data.source = "first").
     """
 
@@ -191,6 +214,7 @@ class Stage(nn.Module):
         batch_tokens: int,
         *,
         tables: int | str = 0,
+        local_loss: float = 0.0,
         seed: int = 0,
         ids_travel: bool = False,
         recompute_norms: bool = False,
@@ -212,6 +236,11 @@ class Stage(nn.Module):
             if segment > 0 or method.embedding_width < spec.width:  # else the embedding is that already
                 rank = None if tables == "full" else int(tables)
                 self.tables[str(segment)] = StageTable(spec.vocab, spec.width, rank, seed + 1 + segment)
+        self.local_loss = local_loss
+        self.local_norms = nn.ModuleDict()
+        for segment in self.segments if local_loss else []:
+            if segment < len(layers_of_segments) - 1:
+                self.local_norms[str(segment)] = RMSNorm(spec.width, spec.norm_eps)
         self.layers = nn.ModuleDict()
         for segment in self.segments:
             for i in layers_of_segments[segment]:
@@ -240,21 +269,28 @@ class Stage(nn.Module):
         Returns what is to cross the next cut, (B, T, W), or the last stage's share of the loss.
         """
         ids_BT = tokens_BS[:, :-1].to(self.device)
-        s = self.run(c_BTW, ids_BT)
-        if not self.is_last:
-            return s
-        logits_BTV = self.logits(s, ids_BT)
         targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
+        s = self.run(c_BTW, ids_BT, targets_BT=targets_BT if torch.is_grad_enabled() else None)
+        return self._loss(self.logits(s, ids_BT), targets_BT) if self.is_last else s
+
+    def _loss(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's share of the batch's mean cross-entropy."""
         total = F.cross_entropy(logits_BTV.flatten(0, 1).to(self.dtype), targets_BT.flatten(), ignore_index=PAD, reduction="sum")
         return total / self.batch_tokens
 
-    def run(self, c_BTW: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def run(
+        self,
+        c_BTW: torch.Tensor | None,
+        ids_BT: torch.Tensor,
+        cache: KVCache | None = None,
+        targets_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Through all segments: from what crossed the cut before (None: from the ids) to what is to cross the next one;
-        for the last stage to its final state, (B, T, W)."""
+        for the last stage to its final state, (B, T, W). Backward adds the segments' local losses where `targets_BT` are given."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            return self._run(c_BTW, ids_BT.clamp(min=0), cache)
+            return self._run(c_BTW, ids_BT.clamp(min=0), cache, targets_BT)
 
-    def _run(self, c: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+    def _run(self, c: torch.Tensor | None, ids_BT: torch.Tensor, cache: KVCache | None, targets_BT: torch.Tensor | None) -> torch.Tensor:
         static_BTD = self.method.static(ids_BT, self.dtype)
         c = self.embed(ids_BT) if c is None else c
         for segment in self.segments:
@@ -269,12 +305,21 @@ class Stage(nn.Module):
             if segment == len(self.layers_of_segments) - 1:
                 c = s
             else:
+                if targets_BT is not None and self.local_loss:
+                    x_BTD = self.local_norms[str(segment)](read(s))
+                    s = _Beside.apply(s, self._loss(self._table(segment).scores(x_BTD), targets_BT), self.local_loss)
                 c = self.method.leave(s, segment)
                 if segment != self.segments[-1]:
                     c = cross(c, self.codec)
         if cache is not None:
             cache.length += ids_BT.shape[1]
         return c
+
+    def _table(self, segment: int) -> Embedding:
+        """The table that a segment has of its own; of the first one the embedding may be that."""
+        tables: dict[str, Any] = dict(self.tables.items())
+        table: Embedding = tables.get(str(segment)) or self.embed
+        return table
 
     def _known(self, static_BTD: torch.Tensor | None, ids_BT: torch.Tensor, segment: int) -> torch.Tensor | None:
         """The part of X that a segment knows by itself: the method's static one and the segment's table."""
@@ -322,12 +367,14 @@ class Stage(nn.Module):
         Matrices: N(0, 1/in); those that write into the stream: the same over sqrt(2 layers), GPT-2's rule, and where they
         hold coordinates times sqrt(d/k), so that K numbers carry what D would. Embedding rows: the method's, else N(0, 1).
         Head: N(0, 1/d) (docs/LOG.md has the trials). A tied head keeps the
-        embedding's scale, so there the final gain starts at 1/d: the input token's own logit, |E[t]|^2 gain, is then of order one.
+        embedding's scale, so there the final gain starts at 1/d: the input token's own logit, |E[t]|^2 gain, is then of order one;
+        the same where the first segment's local loss uses the embedding.
         """
         for name, parameter, role in self.roles():
             generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
             if role.kind == "gain":
-                parameter.fill_(1 / self.spec.width if self.spec.tied and name == "norm.weight" else 1.0)
+                before_rows = (self.spec.tied and name == "norm.weight") or (name == "local_norms.0.weight" and "0" not in self.tables)
+                parameter.fill_(1 / self.spec.width if before_rows else 1.0)
                 continue
             if name.startswith("tables."):
                 parameter.zero_()
@@ -366,6 +413,7 @@ def build_stages(config: Config, vocab: int, stages: Sequence[int] | None = None
                 make_codec(config.compression, method.wire_width, wire),
                 config.share * spec.context,
                 tables=config.compression.stage_table,
+                local_loss=config.compression.local_loss,
                 seed=config.static_seed,
                 ids_travel=config.data.source == "first",
                 recompute_norms=config.pipeline.recompute,

@@ -11,8 +11,8 @@ def test_every_method_schedule_and_number_of_stages(spawn: Callable[..., str]) -
     for result in results:
         by_label.setdefault(result["label"], []).append(result)
     assert len(by_label["whole"]) == 4 * 4 and len(by_label["tied, ids on the wire"]) == 2 * 3
-    assert len(by_label["lossy"]) == 6 and len(by_label["tables"]) == 4
-    for result in by_label["whole"] + by_label["tied, ids on the wire"] + by_label["lossy"] + by_label["tables"] + by_label["whole again"]:
+    assert len(by_label["lossy"]) == 6 and len(by_label["tables"]) == 4 and len(by_label["local losses"]) == 3
+    for result in by_label["whole"] + by_label["tied, ids on the wire"] + by_label["lossy"] + by_label["tables"] + by_label["local losses"] + by_label["whole again"]:
         assert result["ok"], result
         assert result["loss_rel_diff"] <= 1e-12 and result["grad_max_rel_diff"] <= 1e-9, result
         # Same shapes, same threads: the same bits.

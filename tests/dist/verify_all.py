@@ -44,6 +44,9 @@ with connect(60) as world:
 
     for method, table, tied in (("projected", 0, True), ("projected", "full", False), ("subspace", 4, False), ("none", "full", False)):
         check(topologies, "tables", method=method, stage_table=table, tied=tied, schedule_name="wan", stages=4)
+    for method, table, tied in (("projected", "full", True), ("subspace", 4, False), ("none", 4, False)):
+        local = {"method": method, "stage_table": table, "local_loss": 0.3}
+        check(topologies, "local losses", **local, tied=tied, schedule_name="wan", stages=4, source="first")
 
     broken = {"method": "subspace", "schedule_name": "wan", "stages": 4}
     original = schedule.actions

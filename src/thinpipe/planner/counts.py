@@ -103,6 +103,8 @@ class StageSizes:
     rank: int
     table_lifts: int
     """Numbers per token that segments' tables lift to full width, all together; behind the last block once more."""
+    local: tuple[int, ...]
+    """Numbers per token that each local loss's table takes."""
     static: int
     """Bytes of the static table."""
     is_first: bool
@@ -128,6 +130,16 @@ class StageSizes:
         return self.spec.width * self.spec.vocab if self.is_last else 0
 
     @property
+    def scored(self) -> int:
+        """Sizes of the tables that local losses use as heads, all together."""
+        return self.spec.vocab * sum(self.local)
+
+    @property
+    def local_reads(self) -> int:
+        """Local losses that read coordinates."""
+        return len(self.local) if self.constrained else 0
+
+    @property
     def lifts_table(self) -> bool:
         """Whether the head is E + A_T U^T, which is made anew for every micro-batch."""
         return self.is_last and self.tied and any(matrix.kind == "embedding" and matrix.coordinates for matrix in self.matrices)
@@ -145,12 +157,16 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         matrices.append(embedding)
     layers = [0, 0]
     table_lifts = 0
+    local: list[int] = []
     table = d if config.compression.stage_table == "full" else int(config.compression.stage_table)
     for segment in segments:
         if table and (segment > 0 or not dense):
             matrices.append(Matrix(spec.vocab, table, "embedding"))
             if config.compression.stage_table != "full":
                 table_lifts += table * (2 if segment == config.segments - 1 else 1)
+        if config.compression.local_loss and segment < config.segments - 1:
+            local.append(table if segment > 0 or not dense else d)
+            table_lifts += table if local[-1] < d else 0
         free = dense or segment == config.segments - 1
         w = d if free else rank
         count = len(config.layers_of_segments[segment])
@@ -170,12 +186,13 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
     return StageSizes(
         spec=spec,
         matrices=tuple(matrices),
-        gains=2 * d * sum(layers) + d * is_last,
+        gains=2 * d * sum(layers) + d * (is_last + len(local)),
         constrained=layers[0],
         free=layers[1],
         cuts=cuts,
         rank=rank,
         table_lifts=table_lifts,
+        local=tuple(local),
         static=static_bytes(config, spec),
         is_first=stage == 0,
         is_last=is_last,
@@ -209,10 +226,10 @@ def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, 
     """
     spec = sizes.spec
     tokens = micro_batch * spec.context
-    products = 2.0 * tokens * (sizes.products + (sizes.head if sizes.tied else 0))
+    products = 2.0 * tokens * (sizes.products + (sizes.head if sizes.tied else 0) + sizes.scored)
     attention = 2.0 * tokens * spec.context * spec.width * sizes.layers
     reads = 4.0 * tokens * sizes.rank * spec.width * sizes.constrained
-    lifts = 2.0 * tokens * spec.width * (sizes.rank * sizes.cuts + sizes.table_lifts)
+    lifts = 2.0 * tokens * spec.width * (sizes.rank * (sizes.cuts + sizes.local_reads) + sizes.table_lifts)
     if sizes.lifts_table:
         lifts += 2.0 * spec.vocab * sizes.rank * spec.width  # E + A_T U^T, the whole table
     return products + attention + reads + lifts, 2 * (products + attention) + reads * (2 if recompute else 1) + lifts
@@ -225,8 +242,8 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
     two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w); the
     five matrices that read X keep a cast copy each in bf16 (10 d), or share one per norm in float32 (8 d); attention keeps
     queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU keeps four tensors of width h.
-    The first stage adds the ids, the last one the final norm, the head's input, float32 log-probabilities (4 V per token)
-    and the targets; under bf16 each use of the basis its cast, and a tied head E + A_T U^T. CUDA's fused norm may keep 8 d
+    The first stage adds the ids, the last one and each local loss a norm, the head's input, float32 log-probabilities (4 V per
+    token) and the targets; under bf16 each use of the basis its cast, and a tied head E + A_T U^T. CUDA's fused norm may keep 8 d
     less per layer and token than is counted here.
     """
     spec, d = sizes.spec, sizes.spec.width
@@ -241,8 +258,10 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
     if sizes.is_first:
         per_token += 8
     if sizes.is_last:
-        per_token += 8 * d + 4 + number * d + 4 * spec.vocab + 8
-    bases = sizes.cuts + sizes.lifts_table + (0 if recompute else 2 * sizes.constrained)
+        per_token += 8 * d + 4 + number * d + 4 * spec.vocab
+    per_token += sum(8 * d + 4 + number * width + 4 * spec.vocab for width in sizes.local)
+    per_token += 8 * (sizes.is_last or bool(sizes.local))
+    bases = sizes.cuts + sizes.local_reads + sizes.lifts_table + (0 if recompute else 2 * sizes.constrained)
     tables = number * (sizes.head if sizes.lifts_table else 0) + (2 * bases * sizes.rank * d if bf16 else 0)
     return micro_batch * spec.context * per_token + tables
 
@@ -250,7 +269,7 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
 def weight_copies(sizes: StageSizes, bf16: bool) -> int:
     """Bytes of the bf16 copies of the weights that a step's micro-batches share (Pipeline.step's autocast)."""
     tied = sum(matrix.size for matrix in sizes.matrices if matrix.kind == "embedding" and sizes.is_last and sizes.tied)
-    return 2 * (sizes.products + tied) if bf16 else 0
+    return 2 * (sizes.products + tied + sizes.scored) if bf16 else 0
 
 
 @dataclass(frozen=True)
@@ -288,9 +307,13 @@ def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, 
             moments += 4 * (matrix.inputs if matrix.coordinates else matrix.size)
     number = 2 if bf16 else 4
     tokens = config.micro_batch * spec.context
-    largest = max(sizes.head, *(matrix.size for matrix in sizes.matrices if matrix.kind != "embedding"))
+    largest = max(
+        sizes.head,
+        *(spec.vocab * width for width in sizes.local),
+        *(matrix.size for matrix in sizes.matrices if matrix.kind != "embedding"),
+    )
     working = max(2 * number * spec.hidden * tokens, (6 if bf16 else 4) * largest)
-    if sizes.is_last:
+    if sizes.is_last or sizes.local:
         working = max(working, 8 * spec.vocab * tokens, 8 * sizes.head if sizes.lifts_table else 0)
     return Memory(
         weights=4 * sizes.parameters + weight_copies(sizes, bf16),
