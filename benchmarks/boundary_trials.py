@@ -1,10 +1,11 @@
-"""Boundaries that are not in the library, tried in one process: do they earn a place? Against "projected" at the same bytes.
+"""What is not in the library, tried in one process: does it earn a place? Against what is, at the same bytes.
 
     python benchmarks/boundary_trials.py [--jobs 2]   # resumable: docs/boundary-trials.json
 
-The model and data of learning.py's tier 1, k = 16 (1/8). A basis per cut learned on the Stiefel manifold (METHOD.md section 5: tangent
-gradient, momentum, polar direction, QR retraction; on a wire each would cost 2 d k numbers per cut and step besides), and unlike ranks
-at the cuts with the same sum.
+The model and data of learning.py's tier 1. At k = 16 (1/8), "projected": a basis per cut learned on the Stiefel manifold (METHOD.md
+section 5: tangent gradient, momentum, polar direction, QR retraction; on a wire each would cost 2 d k numbers per cut and step besides),
+and unlike ranks at the cuts with the same sum. "subspace" with elementwise AdamW in place of the row-constant one. The best at 1/32
+with a second table per segment that multiplies what came over the cut, number by number.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning import DOCS, TIERS, compressed, merged
+from learning import DOCS, SLOW, TIERS, compressed, merged, packed
 
 import thinpipe.model
-from thinpipe import method, run, trainer
+from thinpipe import method, optim, run, trainer
 from thinpipe.metrics import read_events, write_whole
 from thinpipe.topology import connect
 
@@ -39,6 +40,9 @@ ROWS: dict[str, tuple[tuple[int, int, int], float | None]] = {
     "a basis per cut, learned at 0.005": ((16, 16, 16), 0.005),
     "a basis per cut, learned at 0.02": ((16, 16, 16), 0.02),
 }
+
+
+ELEMENTWISE, GATES = "subspace 1/8, elementwise AdamW", "best at 1/32 with tables that multiply"
 
 
 class Trial(method.Projected):
@@ -74,23 +78,56 @@ class Trial(method.Projected):
             A.grad = None
 
 
+class Gates(thinpipe.model.StageTable):
+    """A table whose row, 1 at first, multiplies what came over the cut before the segment."""
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        return 1 + super().forward(ids_BT)
+
+
+class Gated(thinpipe.model.Stage):
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.gates = torch.nn.ModuleDict({str(s): Gates(self.spec.vocab, self.spec.width, None, 0) for s in self.segments[1:]})
+        enter = self.method.enter
+        # One process, one micro-batch: the ids of the step are those that forward has just been given.
+        setattr(self.method, "enter", lambda c, s: enter(c, s) * self.gates[str(s)](self.ids_BT) if s else enter(c, s))  # noqa: B010
+
+    def forward(self, c_BTW: torch.Tensor | None, tokens_BS: torch.Tensor) -> torch.Tensor:
+        self.ids_BT = tokens_BS[:, :-1].clamp(min=0)
+        return super().forward(c_BTW, tokens_BS)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        super().initialise(seed)
+        for gates in self.gates.values():
+            torch.nn.init.zeros_(gates.weight)  # type: ignore[arg-type]
+
+
 def one(name: str, out: Path) -> None:
     """A row, in this process."""
-    ranks, lr = ROWS[name]
     base, *_ = TIERS[1]
-    config = merged(base, compressed("projected", max(ranks)), {"run": {"dir": str(out / "run")}})
+    ranks, lr = ROWS.get(name, ((16, 16, 16), None))
+    groups = compressed("projected", max(ranks)) | SLOW
+    if name == ELEMENTWISE:
+        groups = compressed("subspace", 16) | SLOW
+        setattr(optim.Optimizer, "_rule", lambda self, role: "adamw")  # noqa: B010
+    elif name == GATES:
+        groups = packed("projected", 128, 32)
+        setattr(thinpipe.model, "Stage", Gated)  # noqa: B010
+    else:
+        make: Any = lambda c, spec, segments, seed: Trial(spec, c, seed, ranks, own=lr is not None)  # noqa: E731
+        setattr(thinpipe.model, "make_method", make)  # noqa: B010
+    config, folder, _ = run.open_run(merged(base, groups, {"run": {"dir": str(out / "run")}}))
     torch.set_num_threads(1)
-    make: Any = lambda c, spec, segments, seed: Trial(spec, c, seed, ranks, own=lr is not None)  # noqa: E731
-    setattr(thinpipe.model, "make_method", make)  # noqa: B010
-    config, folder, _ = run.open_run(config)
     with connect(60.0) as here:
         training = trainer.Trainer(config, here, folder)
         tried, step = training.stage.method, training.optimizer.step
-        assert isinstance(tried, Trial)
 
         def both(rate: float, scale: float = 1.0) -> None:
             step(rate, scale)
-            tried.learn((lr or 0.0) * rate / config.optim.lr)
+            if isinstance(tried, Trial):
+                tried.learn((lr or 0.0) * rate / config.optim.lr)
 
         setattr(training.optimizer, "step", both)  # noqa: B010
         result = training.fit()
@@ -116,7 +153,7 @@ def main() -> None:
         write_whole(PATH, json.dumps(stored, indent=1) + "\n")
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(work, [name for name in ROWS if name not in stored]))
+        list(pool.map(work, [name for name in (*ROWS, ELEMENTWISE, GATES) if name not in stored]))
     for name in stored:
         print(f"| {name} | {stored[name]['val_loss']:.3f} |")
 
