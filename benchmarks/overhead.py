@@ -31,7 +31,7 @@ from thinpipe.trainer import Trainer
 def config(folder: Path, method: str, width: int, rank: int, layers: int, static: str = "factored") -> Config:
     return from_dict(
         {
-            "run": {"dir": str(folder)},
+            "run": {"dir": str(folder), "precision": "float32"},  # as the plain loop
             "model": {"width": width, "layers": layers, "heads": max(1, width // 64), "context": 128},
             "compression": {"method": method, "rank": rank, "segments": layers, "static": static, "move_every": 0},
             "pipeline": {"stages": 1, "micro_batches": 4},
@@ -60,7 +60,7 @@ def plain_loop(trainer: Trainer) -> Callable[[int], None]:
         tokens = trainer.batch(number)
         assert tokens is not None
         for part in tokens.chunk(c.pipeline.micro_batches):
-            model(part).backward()
+            model(None, part).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip)
         optimizer.step()
 
