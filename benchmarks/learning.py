@@ -82,13 +82,14 @@ def screening(d: int) -> dict[str, Groups]:
     runs["projected, tables, int4, 1/32, static rows of 0.5"] = packed("projected", d, 32, local_loss=0.0, static_scale=0.5)
     runs["projected, int4, 1/32"] = packed("projected", d, 32, stage_table=0, local_loss=0.0)
     runs |= {f"{best}, 1/32, weight {w:g}": packed("projected", d, 32, local_loss=w) for w in (0.1, 1.0)}
-    runs |= {f"projected, tables, local loss, int{b}, 1/32": packed("projected", d, 32, b) for b in (8, 2)}
+    runs |= {f"projected, tables, local loss, int{b}, 1/{r}": packed("projected", d, r, b) for b in (8, 2) for r in (32, 16, 8)}
     runs["projected, tables of rank 32, local loss, int4, 1/32"] = packed("projected", d, 32, stage_table=32)
     for layers in ([1, 2, 2, 3], [3, 2, 2, 1]):
         name = f"{best}, 1/32, layers " + " ".join(map(str, layers))
         runs[name] = packed("projected", d, 32) | {"pipeline": {"layers_per_segment": layers}}
     runs |= {f"{best}, 1/{ratio}, lr 0.008": packed("projected", d, ratio) | {"optim": {"lr": 8e-3}} for ratio in (32, 16)}
-    runs[f"{best}, 1/32, lr 0.004"] = packed("projected", d, 32) | SLOW
+    runs |= {f"{best}, 1/{ratio}, lr 0.004": packed("projected", d, ratio) | SLOW for ratio in (32, 16)}
+    runs |= {f"{best}, 1/{ratio}, gradients to the nearest": packed("projected", d, ratio, rounding="nearest") for ratio in (32, 16)}
     runs[f"{best}, 1/32, Muon"] = packed("projected", d, 32) | {"optim": {"lr": 6e-3, "hidden": "muon"}}
     # Lossy: the stream itself, coded.
     runs |= {f"topk 1/{ratio}": compressed("topk", d // (2 * ratio)) | SLOW for ratio in (16, 8, 64)}
@@ -110,16 +111,21 @@ def screening(d: int) -> dict[str, Groups]:
 
 
 def main_tier(d: int) -> dict[str, Groups]:
-    runs: dict[str, Groups] = {"dense": compressed("none"), "dense, lr 0.004": compressed("none") | SLOW}
-    for ratio in (32, 16, 8):
-        runs[f"projected, tables, local loss, int4, 1/{ratio}"] = packed("projected", d, ratio)
-        runs[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
+    best = "projected, tables, local loss"
+    runs: dict[str, Groups] = {"dense": compressed("none")}
+    runs[f"{best}, int4, 1/32"] = packed("projected", d, 32)
+    runs["subspace 1/32"] = compressed("subspace", d // 32) | SLOW
     runs["dense, tables, local loss"] = compressed("none", stage_table="full", local_loss=0.3)
+    for ratio in (16, 8):
+        runs[f"{best}, int8, 1/{ratio}"] = packed("projected", d, ratio, 8)
+        runs[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
+    runs["dense, lr 0.004"] = compressed("none") | SLOW
     runs["dense, tables"] = compressed("none", stage_table="full")
-    for ratio in (32, 16, 8):
-        runs[f"subspace, tables, local loss, int4, 1/{ratio}"] = packed("subspace", d, ratio) | SLOW
     runs["topk 1/16"] = compressed("topk", d // 32) | SLOW
-    runs["projected, tables, local loss, int8, 1/16"] = packed("projected", d, 16, 8)
+    runs["subspace, tables, local loss, int4, 1/32"] = packed("subspace", d, 32) | SLOW
+    runs["subspace, tables, local loss, int8, 1/16"] = packed("subspace", d, 16, 8) | SLOW
+    runs["subspace, tables, local loss, int8, 1/8"] = packed("subspace", d, 8, 8) | SLOW
+    runs[f"{best}, int4, 1/16"] = packed("projected", d, 16)
     return runs
 
 
@@ -204,11 +210,11 @@ def plot(tier: int) -> Path:
     rows = {name: row for name, row in stored(tier).items() if "failed" not in row}
     dense = rows["dense#0"]["val_loss"]
     families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
-    families += ("quantize", "topk", "lowrank")
+    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank")
     figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
-    for family, colour, marker in zip(families, COLOURS, "os^vDPX", strict=True):
+    for family, colour, marker in zip(families, COLOURS, "os^vDPX*", strict=True):
         members = [
             row
             for name, row in rows.items()
