@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -211,16 +212,13 @@ def plot(tier: int) -> Path:
     dense = rows["dense#0"]["val_loss"]
     families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
     families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank")
-    figure = Figure(figsize=(5.0, 4.6), layout="constrained")
+    figure = Figure(figsize=(5.0, 5.2), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
-    for family, colour, marker in zip(families, COLOURS, "os^vDPX*", strict=True):
-        members = [
-            row
-            for name, row in rows.items()
-            if name.split("#")[0].rsplit(" 1/", 1)[0].rstrip(",") == family
-            or (family == "quantize" and name.startswith("quantize") and "nearest" not in name)
-        ]
+    for family, colour, marker in zip(families, (*COLOURS, "#999999"), "os^vDPX*", strict=True):
+        # Rows as they come, without those in which something else is tried.
+        plain = re.compile(re.escape(family) + (r" \d bits" if family == "quantize" else r",? 1/\d+"))
+        members = [row for name, row in rows.items() if plain.fullmatch(name.split("#")[0])]
         members.sort(key=lambda row: row["compression"])
         if members:
             gaps = [100 * (row["val_loss"] / dense - 1) for row in members]
@@ -230,7 +228,7 @@ def plot(tier: int) -> Path:
     axes.axhline(0, color="#333333", linewidth=0.8)
     axes.set_xlabel("fewer bytes than a dense bfloat16 stream")
     axes.set_ylabel("validation loss above dense (%)")
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor="linecolor", fontsize=9)
+    figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9)
     path = DOCS / f"learning-{tier}.png"
     figure.savefig(path, dpi=DPI)
     return path
