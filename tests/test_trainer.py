@@ -167,7 +167,7 @@ def test_a_dense_run_starts_from_a_hugging_face_folder(tmp_path: Path, corpus: d
     before = run(source)
     export_run(tmp_path / "source", tmp_path / "hf")
     initial = {"init_from": str(tmp_path / "hf"), "context": 16}
-    values = {group: vars(getattr(source, group)) for group in ("data", "pipeline", "optim")}
+    values = {group: vars(getattr(source, group)) for group in ("run", "data", "pipeline", "optim")}
     values = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in f.items() if v is not None} for group, f in values.items()}
     again = from_dict(values | {"model": initial, "compression": dense, "train": vars(source.train) | {"stop_at": None, "steps": 1}})
     values = to_dict(again)

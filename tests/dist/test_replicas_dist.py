@@ -41,6 +41,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_two_replicas_learn_what_one_does_and_a_killed_one_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, steps=120, checkpoint_every=15, eval_every=0)
     one = ["--pipeline.stages", "1", "--pipeline.micro-batches", "2", "--train.batch", "4", "--compression.segments", "2"]
+    one += ["--compression.wire", "float32"]  # so that nothing is rounded but float32 itself
     two = [*one, "--pipeline.replicas", "2"]
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
@@ -49,7 +50,7 @@ def test_two_replicas_learn_what_one_does_and_a_killed_one_comes_back(tmp_path: 
     monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "faults.json"))
     run = train(tmp_path / "two", config, *two)
     for ours, theirs in zip(steps(run)[:10], steps(alone), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6) and ours["norm"] == pytest.approx(theirs["norm"], rel=1e-4)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and ours["norm"] == pytest.approx(theirs["norm"], rel=1e-4)
         assert ours["tokens"] == theirs["tokens"] and ours["replicas"] == 2
 
     told = steps(run)
