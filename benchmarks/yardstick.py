@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from learning import Groups, compressed, merged, packed, sizes
+from learning import DOCS, Groups, compressed, merged, packed, sizes
 
 from thinpipe.calibrate import calibrate
 from thinpipe.config import dump
@@ -80,6 +81,8 @@ def main() -> None:
         cells += [f"{row['time_to_target']:.0f} s", f"{row['speedup_vs_first']:.2f}"] if reached else ["", ""]
         print("| " + " | ".join(map(str, cells)) + " |")
     print("published: 1.62")
+    shutil.copy(out / "race.json", DOCS / "yardstick.json")
+    shutil.copy(out / "loss-seconds.png", DOCS / "yardstick.png")
 
 
 if __name__ == "__main__":
