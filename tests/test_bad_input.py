@@ -605,7 +605,7 @@ def test_runs(harm: Callable[[Path], Any], command: str, says: str, trained: Pat
     refused(make, says)
 
 
-RESULTS = ["", "{", "[1]", "null", '"x"', '{"steps": "x"}', '{"steps": null}', '{"steps": [3]}', "\udce9", "[" * 100_000]
+RESULTS = ["", "{", "[1]", "null", '"x"', '{"steps": "x"}', '{"steps": null}', '{"steps": [3]}', '{"steps": 9}', "\udce9", "[" * 100_000]
 
 
 @pytest.mark.parametrize("text", RESULTS, ids=range(len(RESULTS)))

@@ -16,10 +16,10 @@ from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
 from thinpipe.publish import export_run
-from thinpipe.run import open_run, result_of
+from thinpipe.run import Result, open_run, result_of
 from thinpipe.tally import Tally
 from thinpipe.topology import connect
-from thinpipe.trainer import Result, Trainer
+from thinpipe.trainer import Trainer
 
 
 def config(folder: Path, corpus: dict[str, Any], **groups: dict[str, Any]) -> Config:

@@ -8,12 +8,12 @@ from .config import Config, ThinpipeError, load
 
 if TYPE_CHECKING:
     from .model import build_stages
+    from .run import Result
     from .runner import train
-    from .trainer import Result
 
 __all__ = ["Config", "Result", "ThinpipeError", "build_stages", "load", "train"]
 
-_LATER = {"build_stages": "model", "train": "runner", "Result": "trainer"}
+_LATER = {"build_stages": "model", "train": "runner", "Result": "run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -186,13 +186,15 @@ def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None],
         config.train, steps=max(_LAB_STEPS, 2 * every), eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample=""
     )
     short, folder, _ = open_run(replace(config, run=replace(config.run, dir=str(folder)), train=train_config))
-    if (done := result_of(folder)) is None:
+    if (done := result_of(folder)) is not None:
+        seconds = done.seconds_per_step
+    else:
         say(f"{entry.name}: {_LAB_STEPS} steps in the lab over {entry.link}")
-        done = train_in_lab(short, entry.link, where, say, debug)
+        seconds = train_in_lab(short, entry.link, where, say, debug)["seconds_per_step"]
     if every:  # a median step has no average in it
         at = {event["step"]: event["time"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"}
         return float(at[2 * every] - at[every]) / every
-    return float(done["seconds_per_step"])
+    return float(seconds)
 
 
 def steps_to(target: float, steps: np.ndarray, losses: np.ndarray) -> float | None:

@@ -12,7 +12,7 @@ RUN/replicas/N/     the same of replica N, from 1, where all of them run on one 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,45 @@ TOKENIZER = "tokenizer.json"
 # What may not change in a run's life: the model, what it learns from and how (DESIGN.md, conventions).
 _FIXED_GROUPS = ("model", "compression", "data", "optim")
 _MAY_CHANGE = {"data.cache", "data.source", "compression.init_from"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The summary of a run; the keys of `thinpipe train --json`.
+
+    Attributes:
+        train_loss: mean over the last tenth of the steps (at most 50); val_loss: mean over the validation batches (nats per token).
+        seconds_per_step: median after the first max(3, 10 %) steps of this life, without validation and saving.
+        wire_bytes_per_token: bytes per token, boundary and direction, counted from the tensors sent (`wire_measured`), or
+            by formula what the cuts would send when one stage holds all.
+        wire_bytes_forward, wire_bytes_backward: bytes of one step over all boundaries.
+        dense_wire_bytes_per_token: the same for the full stream in bfloat16; compression: the ratio of the two.
+        peak_rss_mb: largest resident memory of each stage, in MB.
+        stopped: a stop was asked for before the last step.
+    """
+
+    run: str
+    method: str
+    stages: int
+    segments: int
+    steps: int
+    tokens: int
+    train_loss: float
+    val_loss: float
+    tokens_per_s: float
+    seconds_per_step: float
+    wire_bytes_per_token: float
+    wire_bytes_forward: float
+    wire_bytes_backward: float
+    wire_measured: bool
+    dense_wire_bytes_per_token: float
+    compression: float
+    tied_bytes_per_step: int
+    peak_rss_mb: list[float]
+    parameters: int
+    refused_steps: int
+    stopped: bool
+    sample: str
 
 
 def open_run(config: Config) -> tuple[Config, Path, list[str]]:
@@ -146,22 +185,22 @@ def common_fields(config: Config) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name not in own} | {"data.source": groups["data"].get("source")}
 
 
-def finished(folder: Path, config: Config) -> dict[str, Any] | None:
+def finished(folder: Path, config: Config) -> Result | None:
     """The summary of a run that has done all of the config's steps, or None."""
     done = result_of(folder)
-    return done if done is not None and done["steps"] >= config.train.steps else None
+    return done if done is not None and done.steps >= config.train.steps else None
 
 
-def result_of_any(folder: Path, replicas: int) -> dict[str, Any] | None:
+def result_of_any(folder: Path, replicas: int) -> Result | None:
     """The summary of the first replica that has finished, under the run's folder as `of_replica` lays them out."""
     folders = [folder, *(folder / "replicas" / str(replica) for replica in range(1, replicas))]
     return next((result for each in folders if (result := result_of(each)) is not None), None)
 
 
-def result_of(folder: Path) -> dict[str, Any] | None:
+def result_of(folder: Path) -> Result | None:
     """The summary of a finished run, or None where there is none or it is damaged."""
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        result = Result(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return result if isinstance(result, dict) and isinstance(result.get("steps"), int) else None
+    return result if isinstance(result.steps, int) else None

@@ -18,9 +18,9 @@ from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
 from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import common_fields, finished, of_replica, open_run, result_of, result_of_any
+from .run import Result, common_fields, finished, of_replica, open_run, result_of, result_of_any
 from .topology import Topology, connect, listen_on, under_launcher
-from .trainer import Result, Trainer
+from .trainer import Trainer
 
 _MEMORY = "memory.json"  # in a machine's scratch folder
 
@@ -54,7 +54,7 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
         say(remark)
     if (done := finished(folder, config)) is not None:
         say(f"{folder} is finished; raise train.steps to train on")
-        return Result(**done)
+        return done
     if config.pipeline.replicas > 1:
         return _beside_each_other(config, folder, say, debug)
     say(f"run {folder}: {config.compression.method}, {config.pipeline.stages} stages, {config.segments} segments")
@@ -63,7 +63,7 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
     launch.start("train", folder, config.pipeline.stages, debug, restarts=restarts, say=say)
     result = result_of(folder)
     assert result is not None
-    return Result(**result)
+    return result
 
 
 def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None], debug: bool) -> Result:
@@ -82,9 +82,9 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
     launch.side_by_side(commands, stages, logs, "replica {}", lambda: result_of_any(folder, replicas) is not None, say)
     result = result_of_any(folder, replicas)
     assert result is not None
-    if result["run"] != str(folder):
-        say(f"replica 0 was lost before the end; the finished run is {result['run']}")
-    return Result(**result)
+    if result.run != str(folder):
+        say(f"replica 0 was lost before the end; the finished run is {result.run}")
+    return result
 
 
 def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | None:
@@ -145,7 +145,8 @@ def train_together(
     if topology.is_first:
         try:
             config, folder, remarks = open_run(config)
-            facts = {"dir": str(folder), "segments": config.segments, "done": finished(folder, config)}
+            done = finished(folder, config)
+            facts = {"dir": str(folder), "segments": config.segments, "done": done and asdict(done)}
             for remark in remarks:
                 say(remark)
         except ThinpipeError as error:
@@ -153,10 +154,10 @@ def train_together(
     facts = topology.gather(facts)[0]
     if "error" in facts:
         raise ThinpipeError(facts["error"])
-    if (done := facts["done"]) is not None:
+    if facts["done"] is not None:
         if topology.is_first:
             say(f"{facts['dir']} is finished; raise train.steps to train on")
-        return Result(**done) if topology.is_first else None
+        return Result(**facts["done"]) if topology.is_first else None
     if not topology.is_first:
         values = to_dict(config)
         values["run"]["dir"] = facts["dir"]

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,49 +30,10 @@ from .optim import Optimizer, clip_scale, learning_rate
 from .pipeline import Pipeline, share_owned, to_tensor
 from .planner import Choice
 from .replicas import State, join_replicas
-from .run import TOKENIZER, common_fields
+from .run import TOKENIZER, Result, common_fields
 from .tally import Tally
 from .topology import Topology
 from .watch import RankWatch, stream_writers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The summary of a run; the keys of `thinpipe train --json`.
-
-    Attributes:
-        train_loss: mean over the last tenth of the steps (at most 50); val_loss: mean over the validation batches (nats per token).
-        seconds_per_step: median after the first max(3, 10 %) steps of this life, without validation and saving.
-        wire_bytes_per_token: bytes per token, boundary and direction, counted from the tensors sent (`wire_measured`), or
-            by formula what the cuts would send when one stage holds all.
-        wire_bytes_forward, wire_bytes_backward: bytes of one step over all boundaries.
-        dense_wire_bytes_per_token: the same for the full stream in bfloat16; compression: the ratio of the two.
-        peak_rss_mb: largest resident memory of each stage, in MB.
-        stopped: a stop was asked for before the last step.
-    """
-
-    run: str
-    method: str
-    stages: int
-    segments: int
-    steps: int
-    tokens: int
-    train_loss: float
-    val_loss: float
-    tokens_per_s: float
-    seconds_per_step: float
-    wire_bytes_per_token: float
-    wire_bytes_forward: float
-    wire_bytes_backward: float
-    wire_measured: bool
-    dense_wire_bytes_per_token: float
-    compression: float
-    tied_bytes_per_step: int
-    peak_rss_mb: list[float]
-    parameters: int
-    refused_steps: int
-    stopped: bool
-    sample: str
 
 
 class Trainer:

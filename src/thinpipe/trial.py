@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,14 +64,14 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         say(f"the emulator took {cpu:.0%} of a core: this figure may be bound by it, not by the link")
     result = result_of_any(folder, replicas)
     assert result is not None
-    result |= {
+    told = asdict(result) | {
         "link": text,
         "achieved_link": "/".join(f"{got.rate:.1f}mbit,{got.round_trip / 2:.1f}ms" for got in achieved),
         "planned_seconds_per_step": planned.seconds_per_step,
         "emulator_cpu": cpu,
     }
-    write_whole(folder / "lab.json", to_json(result))
-    return result
+    write_whole(folder / "lab.json", to_json(told))
+    return told
 
 
 def as_achieved(links: Sequence[Link], achieved: Sequence[Measured]) -> list[Link]:
