@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from thinpipe.config import Config, DataConfig, ModelConfig, RunConfig, ThinpipeError, to_dict
-from thinpipe.data import PAD, Data, prepare
+from thinpipe.data import PAD, Data, expected_vocab, prepare
 
 
 def in_memory(train: int, context: int, seed: int = 0, val: int = 50) -> Data:
@@ -193,9 +193,10 @@ def given_tokenizer(tmp_path: Path, end: str | None) -> tuple[Tokenizer, str]:
 def test_given_tokenizer(tmp_path: Path, end: str | None) -> None:
     texts = write_texts(tmp_path, 6)
     _, path = given_tokenizer(tmp_path, end)
-    data = prepare(make(tmp_path, "*.txt", tokenizer=path))
+    config = make(tmp_path, "*.txt", tokenizer=path)
+    data = prepare(config)
     assert data.end_of_text == (256 if end else None)
-    assert data.vocab == (257 if end else 256)
+    assert data.vocab == expected_vocab(config) == (257 if end else 256)
     assert len(data.train) + len(data.val) == sum(map(len, texts)) + (6 if end else 0)
     assert data.val_bytes == len(data.val) - int((data.val == 256).sum())
 

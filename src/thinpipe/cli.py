@@ -360,6 +360,7 @@ def _export(args: Export) -> dict[str, Any]:
 
 
 def _plan(args: Plan) -> dict[str, Any]:
+    from .data import expected_vocab
     from .lab import parse_links
     from .planner import calibrate as calibrated
     from .planner import draw_timeline, find_gpu, plan, suggest
@@ -367,7 +368,7 @@ def _plan(args: Plan) -> dict[str, Any]:
     config = _config(args).check()
     text, where = _link(args)
     links = parse_links(text, max(1, config.pipeline.stages - 1), where)
-    gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
+    gpu, vocab = find_gpu(config.plan.gpu), expected_vocab(config)
     costs = None
     if args.calibrate:
         from .calibrate import calibrate

@@ -304,6 +304,14 @@ def _tokenizer_bytes(path: str) -> bytes:
         raise ThinpipeError(f"data.tokenizer: {path}: {error.strerror}; give the path of a tokenizer.json") from None
 
 
+def expected_vocab(config: Config) -> int:
+    """Entries of the vocabulary as far as they can be told before any text is read: of the model, the named tokenizer, else data.vocab."""
+    given: int | None = config.sizes().get("vocab")
+    if given is None and config.data.tokenizer is not None:
+        given = entries(read_tokenizer(config.data.tokenizer))
+    return config.data.vocab if given is None else given
+
+
 def read_tokenizer(path: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(_tokenizer_bytes(path))
