@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from learning import DOCS, Groups, compressed, merged, packed, sizes
+from learning import DOCS, SLOW, Groups, compressed, merged, packed, sizes
 
 from thinpipe.calibrate import calibrate
 from thinpipe.config import dump
@@ -25,9 +25,10 @@ STAGES, DENSE_STEP, SMALL_STEP, RATIO, DELAY = 8, 100.5, 19.9, 6.4, 0.05
 WIDTH, TOKENS = 128, 1e6
 ROWS: dict[str, Groups] = {
     "dense": compressed("none"),
-    "subspace-6.4": compressed("subspace", 20) | {"optim": {"lr": 4e-3}},
+    "subspace-6.4": compressed("subspace", 20) | SLOW,
     "best-8": packed("projected", WIDTH, 8),
     "best-32": packed("projected", WIDTH, 32),
+    "best-32-slow": packed("projected", WIDTH, 32) | SLOW,
 }
 
 
