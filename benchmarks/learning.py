@@ -83,6 +83,9 @@ def screening(d: int) -> dict[str, Groups]:
     for ratio in (32, 16, 8, 64):
         runs[f"subspace, tables, local loss, int4, 1/{ratio}"] = packed("subspace", d, ratio) | SLOW
         runs[f"projected 1/{ratio}"] = compressed("projected", d // ratio) | SLOW
+    # One number of two bytes a token.
+    runs |= {f"{method} 1/{d}": compressed(method, 1) | SLOW for method in ("subspace", "lowrank")}
+    runs[f"projected, tables, local loss 1/{d}"] = compressed("projected", 1, stage_table="full", local_loss=0.3) | rate(6e-3)
     # One change at a time to the best at 1/32.
     runs["projected, tables, int4, 1/32"] = packed("projected", d, 32, local_loss=0.0)
     runs["projected, tables, int4, 1/32, static rows of 0.5"] = packed("projected", d, 32, local_loss=0.0, static_scale=0.5)

@@ -534,7 +534,7 @@ RUNS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a file for all checkpoints": (replaced("checkpoints", lambda path: put(path, "")), "eval run", "run has no checkpoint yet; train"),
     "sealed: a size beyond all disks": (record(bytes=10**30), "eval run", NOT_WHOLE + r"stage-0.*bytes instead of 10+;.*\nRestore"),
     "sealed: a size that is none": (record(bytes="many"), "eval run", NOT_WHOLE + "manifest.json .* is no manifest"),
-    "sealed: no tensors": (record(tensors={}), "eval run", "step-00000002 has no tensor model/"),
+    "sealed: no tensors": (record(tensors={}), "eval run", "step-00000002 has no tensor basis/U"),
     "sealed: tensors in a list": (record(tensors=["a"]), "eval run", NOT_WHOLE + "manifest.json .* is no manifest"),
     "sealed: facts of nothing": (manifest(facts={}), "eval run", r"step-00000002/manifest\.json.*vocab"),
     "sealed: a vocabulary in words": (without_facts("vocab"), "generate run -p x", r"step-00000002/manifest\.json.*vocab"),

@@ -79,7 +79,7 @@ class Checkpoint:
             ThinpipeError: a name is not in this checkpoint, or its file (not among those `find` verified) can't be read.
         """
         by_file = defaultdict(list)
-        for name in names:
+        for name in sorted(names):  # the same complaint each time, though a set has no order
             if name not in self.files:
                 raise ThinpipeError(f"{self.folder} has no tensor {name}; was it written by a run of another config?")
             by_file[self.files[name]].append(name)
@@ -352,7 +352,7 @@ def _open(folder: Path, step: int, wanted: Wanted, topology: Topology | None) ->
 
     def verify() -> str | None:
         names = files if wanted is None else wanted(set(files)) if callable(wanted) else wanted
-        if lacking := [name for name in names if name not in files]:
+        if lacking := [name for name in sorted(names) if name not in files]:
             return f"{folder} has no tensor {lacking[0]} ({len(lacking)} of {len(names)} are lacking)"
         damages = (_damage(folder / file, records[file], host) for file in sorted({files[name] for name in names}))
         return next(filter(None, damages), None)
