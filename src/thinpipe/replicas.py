@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ _TORN = 4  # averages in a row that may fail although nobody is lost
 _BLOCK = 256  # numbers that share a step of int8
 _STATISTIC = ("basis/M", "basis/square_norm")  # each replica's own share since the last move
 
+T = TypeVar("T")
 State = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and facts (JSON)
 Give = Callable[[], State]
 Take = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
@@ -155,16 +156,12 @@ class _Together(Alone):
     def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
         self._say = say
         marks = self.here.gather(self._mark(give()[0]))
-        if self._council is not None:
-            with self._asking():
-                self._council.announce(step, " ".join(marks), about)
+        self._ask(lambda council: council.announce(step, " ".join(marks), about))
         told, began = 0, time.monotonic()
         while True:
-            epoch, there, over = None, 0, False
-            if self._council is not None:
-                with self._asking():
-                    over = self._council.is_over()
-                    epoch, there = self._council.admitted(self.config.network.patience), len(self._council.present())
+            over = self._ask(Council.is_over)
+            epoch = self._ask(lambda council: council.admitted(self.config.network.patience))
+            there = len(self._ask(Council.present) or ())
             text, over = self.here.gather([str(epoch) if epoch else None, over])[0]
             if over:
                 return False
@@ -231,6 +228,13 @@ class _Together(Alone):
         with contextlib.suppress(RuntimeError):
             rank = self._epoch.members.index(self._me)
             self._group = side_group(store, rank, self.members, _AT_ONCE, _MEETING, self.config.network.timeout)
+
+    def _ask(self, question: Callable[[Council], T]) -> T | None:
+        """On the first stage: what the council says; None on the others."""
+        if self._council is None:
+            return None
+        with self._asking():
+            return question(self._council)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -316,18 +320,10 @@ class _Together(Alone):
                 work = pool.submit(self._send, *give())
             self._until(lambda: work is None or work.done())
         state = work.result() if work is not None else None
-        if self._council is not None:
-            with self._asking():
-                if is_new:
-                    self._council.settle()
-        self._until(self._settled)
+        if is_new:
+            self._ask(Council.settle)
+        self._until(lambda: self._ask(Council.settled) is not False)
         return state
-
-    def _settled(self) -> bool:
-        if self._council is None:
-            return True
-        with self._asking():
-            return self._council.settled()
 
     def _between(self, newcomer: Member, attempt: int) -> Any:
         """A group of the source (rank 0) and a newcomer (rank 1), both at this stage: what breaks here is no other average's trouble."""
@@ -547,21 +543,13 @@ class Distant(_Together):
         options = self.config.average
         if step % options.every and not last:
             return
-        if self._council is not None:
-            with self._asking():
-                self._council.arrive(step)
-        self._until(partial(self._arrived, step))  # a slower replica may be far behind
+        self._ask(lambda council: council.arrive(step))
+        self._until(lambda: self._ask(lambda council: council.arrived(step)) is not False)  # a slower replica may be far behind
         ways = [self._anchor[name] - parameter for name, parameter in self._named]
         ways = self._agreed(partial(self._mean if options.wire == "float32" else self._rounded_mean, ways), settle)
         for (name, parameter), way in zip(self._named, ways, strict=True):
             outer_step(self._anchor[name], way, self._momentum[name], options.outer_lr, options.outer_momentum)
             parameter.copy_(self._anchor[name])
-
-    def _arrived(self, step: int) -> bool:
-        if self._council is None:
-            return True
-        with self._asking():
-            return self._council.arrived(step)
 
     def _rounded_mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The mean of what all send as int8, rounded at random; None if a member was lost.
