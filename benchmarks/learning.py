@@ -191,12 +191,18 @@ def stored(tier: int) -> dict[str, Any]:
     return found
 
 
-def table(tier: int) -> str:
-    """The results so far as Markdown, best first at each number of bytes."""
+def by_name(tier: int) -> dict[str, list[dict[str, Any]]]:
+    """Each run's results, a row per seed."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for key, row in stored(tier).items():
         if "failed" not in row:
             groups.setdefault(key.partition("#")[0], []).append(row)
+    return groups
+
+
+def table(tier: int) -> str:
+    """The results so far as Markdown, best first at each number of bytes."""
+    groups = by_name(tier)
     if "dense" not in groups:
         return "no dense run yet"
     dense = mean(row["val_loss"] for row in groups["dense"])
@@ -219,8 +225,9 @@ def plot(tier: int) -> Path:
 
     from thinpipe.report import COLOURS, DPI, clean
 
-    rows = {name: row for name, row in stored(tier).items() if "failed" not in row}
-    dense = rows["dense#0"]["val_loss"]
+    loss = {name: mean(row["val_loss"] for row in rows) for name, rows in by_name(tier).items()}
+    bytes_saved = {name: rows[0]["compression"] for name, rows in by_name(tier).items()}
+    gap = {name: 100 * (loss[name] / loss["dense"] - 1) for name in loss}
     families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
     families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank")
     figure = Figure(figsize=(5.0, 5.2), layout="constrained")
@@ -229,14 +236,21 @@ def plot(tier: int) -> Path:
     for family, colour, marker in zip(families, (*COLOURS, "#999999"), "os^vDPX*", strict=True):
         # Rows as they come, without those in which something else is tried.
         plain = re.compile(re.escape(family) + (r" \d bits" if family == "quantize" else r",? 1/\d+"))
-        members = [row for name, row in rows.items() if plain.fullmatch(name.split("#")[0])]
-        members.sort(key=lambda row: row["compression"])
+        members = sorted((name for name in gap if plain.fullmatch(name)), key=lambda name: bytes_saved[name])
         if members:
-            gaps = [100 * (row["val_loss"] / dense - 1) for row in members]
-            axes.plot([row["compression"] for row in members], gaps, marker=marker, color=colour, label=family, linewidth=1.3)
+            axes.plot(
+                [bytes_saved[name] for name in members],
+                [gap[name] for name in members],
+                marker=marker,
+                color=colour,
+                label=family,
+                linewidth=1.3,
+            )
     axes.set_xscale("log", base=2)
-    axes.set_xticks([2, 4, 8, 16, 32, 64], ["2×", "4×", "8×", "16×", "32×", "64×"])
+    axes.set_xticks([2, 4, 8, 16, 32, 64, 128], ["2×", "4×", "8×", "16×", "32×", "64×", "128×"])
     axes.axhline(0, color="#333333", linewidth=0.8)
+    if (control := "dense, tables, local loss") in gap:
+        axes.axhline(gap[control], color="#333333", linewidth=0.8, linestyle="--", label=control)
     axes.set_xlabel("fewer bytes than a dense bfloat16 stream")
     axes.set_ylabel("validation loss above dense (%)")
     figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9)
