@@ -1,4 +1,4 @@
-"""What a token teaches each method, in three resumable tiers; results are kept in docs/learning-N.json as they come.
+"""What a token teaches each method, in resumable tiers. Results are kept in docs/learning-N.json as they come, and tabled in learning.md.
 
     python benchmarks/learning.py --tier 1 [--jobs 2] [--only NAME ...] [--plot]
 
@@ -191,32 +191,50 @@ def stored(tier: int) -> dict[str, Any]:
     return found
 
 
-def by_name(tier: int) -> dict[str, list[dict[str, Any]]]:
-    """Each run's results, a row per seed."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+def by_name(tier: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """Each run's results by seed."""
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
     for key, row in stored(tier).items():
+        name, _, seed = key.partition("#")
         if "failed" not in row:
-            groups.setdefault(key.partition("#")[0], []).append(row)
+            groups.setdefault(name, {})[seed] = row
     return groups
+
+
+def gaps(groups: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """How far each run's loss is above that of dense with the same seed, in percent; the mean over seeds."""
+    dense = groups["dense"]
+    return {
+        name: 100 * mean(row["val_loss"] / dense[seed]["val_loss"] - 1 for seed, row in rows.items() if seed in dense)
+        for name, rows in groups.items()
+    }
 
 
 def table(tier: int) -> str:
     """The results so far as Markdown, best first at each number of bytes."""
     groups = by_name(tier)
-    if "dense" not in groups:
+    if "0" not in groups.get("dense", {}):
         return "no dense run yet"
-    dense = mean(row["val_loss"] for row in groups["dense"])
     lines = [
         "| run | fewer bytes | validation loss | perplexity | gap | parameters, M | tokens per parameter | epochs | seeds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, rows in sorted(groups.items(), key=lambda item: (item[1][0]["compression"], item[1][0]["val_loss"])):
-        loss, first = mean(row["val_loss"] for row in rows), rows[0]
+    gap = gaps(groups)
+    for name, rows in sorted(groups.items(), key=lambda item: (item[1]["0"]["compression"], gap[item[0]])):
+        first, losses = rows["0"], [row["val_loss"] for row in rows.values()]
+        spread = f" ± {(max(losses) - min(losses)) / 2:.3f}" if len(losses) > 1 else ""
         lines.append(
-            f"| {name} | {first['compression']:.3g}× | {loss:.3f} | {math.exp(loss):.1f} | {loss / dense - 1:+.1%} "
+            f"| {name} | {first['compression']:.3g}× | {mean(losses):.3f}{spread} | {math.exp(mean(losses)):.1f} | {gap[name]:+.1f}% "
             f"| {first['parameters'] / 1e6:.2f} | {first['tokens'] / first['parameters']:.2f} | {first['epochs']:.2f} | {len(rows)} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{len(groups.keys() & TIERS[tier][1].keys())} of {len(TIERS[tier][1])} rows."])
+
+
+def publish(tier: int) -> None:
+    """Put the table into its place in learning.md."""
+    page = DOCS / "learning.md"
+    place = re.compile(rf"(?<=<!-- tier {tier} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    write_whole(page, place.sub(lambda _: table(tier) + "\n\n", page.read_text(), count=1))
 
 
 def plot(tier: int) -> Path:
@@ -225,9 +243,8 @@ def plot(tier: int) -> Path:
 
     from thinpipe.report import COLOURS, DPI, clean
 
-    loss = {name: mean(row["val_loss"] for row in rows) for name, rows in by_name(tier).items()}
-    bytes_saved = {name: rows[0]["compression"] for name, rows in by_name(tier).items()}
-    gap = {name: 100 * (loss[name] / loss["dense"] - 1) for name in loss}
+    groups = by_name(tier)
+    gap, saved = gaps(groups), {name: rows["0"]["compression"] for name, rows in groups.items()}
     families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
     families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank")
     figure = Figure(figsize=(5.0, 5.2), layout="constrained")
@@ -236,10 +253,10 @@ def plot(tier: int) -> Path:
     for family, colour, marker in zip(families, (*COLOURS, "#999999"), "os^vDPX*", strict=True):
         # Rows as they come, without those in which something else is tried.
         plain = re.compile(re.escape(family) + (r" \d bits" if family == "quantize" else r",? 1/\d+"))
-        members = sorted((name for name in gap if plain.fullmatch(name)), key=lambda name: bytes_saved[name])
+        members = sorted((name for name in gap if plain.fullmatch(name)), key=lambda name: saved[name])
         if members:
             axes.plot(
-                [bytes_saved[name] for name in members],
+                [saved[name] for name in members],
                 [gap[name] for name in members],
                 marker=marker,
                 color=colour,
@@ -285,6 +302,7 @@ def main() -> None:
         prepare(waiting[0][1])
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(one, waiting))
+    publish(arguments.tier)
     print(table(arguments.tier))
     if "dense#0" in results:
         print(plot(arguments.tier))
