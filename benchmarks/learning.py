@@ -191,60 +191,63 @@ def stored(tier: int) -> dict[str, Any]:
     return found
 
 
-def by_name(tier: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Each run's results by seed."""
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
+Results = dict[str, dict[str, dict[str, Any]]]  # by name and seed
+
+
+def by_name(tier: int) -> Results:
+    """Each run's results, of the seeds that dense has too."""
+    groups: Results = {}
     for key, row in stored(tier).items():
         name, _, seed = key.partition("#")
         if "failed" not in row:
             groups.setdefault(name, {})[seed] = row
-    return groups
+    seeds = groups.get("dense", {}).keys()
+    return {name: {seed: rows[seed] for seed in rows if seed in seeds} for name, rows in groups.items() if rows.keys() & seeds}
 
 
-def gaps(groups: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
+def gaps(groups: Results) -> dict[str, float]:
     """How far each run's loss is above that of dense with the same seed, in percent; the mean over seeds."""
     dense = groups["dense"]
-    return {
-        name: 100 * mean(row["val_loss"] / dense[seed]["val_loss"] - 1 for seed, row in rows.items() if seed in dense)
-        for name, rows in groups.items()
-    }
+    return {name: 100 * mean(row["val_loss"] / dense[seed]["val_loss"] - 1 for seed, row in rows.items()) for name, rows in groups.items()}
 
 
-def table(tier: int) -> str:
+def savings(groups: Results) -> dict[str, float]:
+    """How many times fewer bytes each run has than dense; the same for all seeds."""
+    return {name: next(iter(rows.values()))["compression"] for name, rows in groups.items()}
+
+
+def table(tier: int, groups: Results) -> str:
     """The results so far as Markdown, best first at each number of bytes."""
-    groups = by_name(tier)
-    if "0" not in groups.get("dense", {}):
-        return "no dense run yet"
     lines = [
         "| run | fewer bytes | validation loss | perplexity | gap | parameters, M | tokens per parameter | epochs | seeds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    gap = gaps(groups)
-    for name, rows in sorted(groups.items(), key=lambda item: (item[1]["0"]["compression"], gap[item[0]])):
-        first, losses = rows["0"], [row["val_loss"] for row in rows.values()]
+    gap, saved = gaps(groups), savings(groups)
+    for name in sorted(groups, key=lambda name: (saved[name], gap[name])):
+        rows = list(groups[name].values())
+        first, losses = rows[0], [row["val_loss"] for row in rows]
         spread = f" ± {(max(losses) - min(losses)) / 2:.3f}" if len(losses) > 1 else ""
         lines.append(
-            f"| {name} | {first['compression']:.3g}× | {mean(losses):.3f}{spread} | {math.exp(mean(losses)):.1f} | {gap[name]:+.1f}% "
+            f"| {name} | {saved[name]:.3g}× | {mean(losses):.3f}{spread} | {math.exp(mean(losses)):.1f} | {gap[name]:+.1f}% "
             f"| {first['parameters'] / 1e6:.2f} | {first['tokens'] / first['parameters']:.2f} | {first['epochs']:.2f} | {len(rows)} |"
         )
     return "\n".join([*lines, "", f"{len(groups.keys() & TIERS[tier][1].keys())} of {len(TIERS[tier][1])} rows."])
 
 
-def publish(tier: int) -> None:
-    """Put the table into its place in learning.md."""
+def publish(tier: int, text: str) -> None:
+    """Put a table into its place in learning.md."""
     page = DOCS / "learning.md"
     place = re.compile(rf"(?<=<!-- tier {tier} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    write_whole(page, place.sub(lambda _: table(tier) + "\n\n", page.read_text(), count=1))
+    write_whole(page, place.sub(lambda _: text + "\n\n", page.read_text(), count=1))
 
 
-def plot(tier: int) -> Path:
+def plot(tier: int, groups: Results) -> Path:
     """Gap to dense against bytes, all methods on it."""
     from matplotlib.figure import Figure
 
     from thinpipe.report import COLOURS, DPI, clean
 
-    groups = by_name(tier)
-    gap, saved = gaps(groups), {name: rows["0"]["compression"] for name, rows in groups.items()}
+    gap, saved = gaps(groups), savings(groups)
     families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
     families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank")
     figure = Figure(figsize=(5.0, 5.2), layout="constrained")
@@ -302,10 +305,14 @@ def main() -> None:
         prepare(waiting[0][1])
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(one, waiting))
-    publish(arguments.tier)
-    print(table(arguments.tier))
-    if "dense#0" in results:
-        print(plot(arguments.tier))
+    groups = by_name(arguments.tier)
+    if "dense" not in groups:
+        print("no dense run yet")
+        return
+    text = table(arguments.tier, groups)
+    publish(arguments.tier, text)
+    print(text)
+    print(plot(arguments.tier, groups))
 
 
 if __name__ == "__main__":
