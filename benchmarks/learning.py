@@ -1,9 +1,10 @@
-"""What a token teaches each method, in resumable tiers. Results are kept in docs/learning-N.json as they come, and tabled in learning.md.
+"""What a token teaches each method, in tiers. Results are kept in docs/learning-N.json as they come, and tabled in learning.md.
 
     python benchmarks/learning.py --tier 1 [--jobs 2] [--only NAME ...] [--plot]
 
 Every run is one process with one thread: the loss doesn't depend on the number of stages. Tier 1: d = 128, 8 layers,
-4 segments, 1 M tokens; tier 2: d = 192, 3 M tokens, two seeds; tier 3: one pair for 20 M tokens.
+4 segments, 1 M tokens; tier 2: d = 192, 3 M tokens, two seeds; tier 3: one pair for 20 M tokens;
+tier 4: other widths and depths. What is stored isn't run again, and a run that was cut goes on from its last checkpoint in runs/.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
@@ -26,6 +27,7 @@ from thinpipe.data import prepare
 from thinpipe.metrics import read_events, write_whole
 
 DOCS = Path(__file__).parents[1] / "docs"
+RUNS = Path(__file__).parents[1] / "runs"
 Groups = dict[str, dict[str, Any]]
 
 
@@ -41,7 +43,6 @@ def sizes(width: int, tokens: float) -> Groups:
             "batch": 16,
             "eval_every": steps // 8,
             "eval_batches": 16,
-            "checkpoint_every": 0,
             "watch_every": 0,
             "sample": "",
         },
@@ -170,19 +171,22 @@ def merged(*parts: Groups) -> Config:
     return from_dict(groups).check()
 
 
-def train(config: Config) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        toml, run = Path(scratch) / "run.toml", Path(scratch) / "run"
-        toml.write_text(dump(config))
-        command = [sys.executable, "-m", "thinpipe", "train", str(toml), "--run.dir", str(run), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        if done.returncode:
-            return {"failed": done.stderr.strip().splitlines()[-1]}
-        result = json.loads(done.stdout.splitlines()[-1])
-        evals = [[e["step"], round(e["val_loss"], 5)] for e in read_events(run / "metrics.jsonl") if e["event"] == "eval"]
+def train(config: Config, run: Path) -> dict[str, Any]:
+    """Train in a folder of its own, which goes when the run has ended; one that was cut goes on from there."""
+    toml = run.with_name(run.name + ".toml")
+    run.parent.mkdir(parents=True, exist_ok=True)
+    toml.write_text(dump(config))
+    command = [sys.executable, "-m", "thinpipe", "train", str(toml), "--run.dir", str(run), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    evals = {e["step"]: round(e["val_loss"], 5) for e in read_events(run / "metrics.jsonl") if e["event"] == "eval"}
     data = prepare(config)
+    shutil.rmtree(run)
+    toml.unlink()
     keys = ("val_loss", "tokens", "parameters", "wire_bytes_per_token", "compression", "refused_steps", "seconds_per_step")
-    return {key: result[key] for key in keys} | {"epochs": result["tokens"] / len(data.train), "curve": evals}
+    return {key: result[key] for key in keys} | {"epochs": result["tokens"] / len(data.train), "curve": sorted(evals.items())}
 
 
 def stored(tier: int) -> dict[str, Any]:
@@ -199,8 +203,7 @@ def by_name(tier: int) -> Results:
     groups: Results = {}
     for key, row in stored(tier).items():
         name, _, seed = key.partition("#")
-        if "failed" not in row:
-            groups.setdefault(name, {})[seed] = row
+        groups.setdefault(name, {})[seed] = row
     seeds = groups.get("dense", {}).keys()
     return {name: {seed: rows[seed] for seed in rows if seed in seeds} for name, rows in groups.items() if rows.keys() & seeds}
 
@@ -297,9 +300,12 @@ def main() -> None:
 
     def one(job: tuple[str, Config]) -> None:
         key, config = job
-        results[key] = train(config)
+        try:
+            results[key] = train(config, RUNS / f"learning-{arguments.tier}" / key.replace("/", ":"))
+        except RuntimeError as error:
+            return print(f"{key}: {error}", flush=True)
         write_whole(DOCS / f"learning-{arguments.tier}.json", json.dumps(results, indent=1) + "\n")
-        print(f"{key}: {results[key].get('val_loss', results[key].get('failed'))}", flush=True)
+        print(f"{key}: {results[key]['val_loss']}", flush=True)
 
     if waiting:
         prepare(waiting[0][1])
