@@ -90,6 +90,7 @@ def screening(d: int) -> dict[str, Groups]:
     # One change at a time to the best at 1/32.
     runs["projected, tables, int4, 1/32"] = packed("projected", d, 32, local_loss=0.0)
     runs["projected, tables, int4, 1/32, static rows of 0.5"] = packed("projected", d, 32, local_loss=0.0, static_scale=0.5)
+    runs["projected, tables, int4, 1/32, lr 0.008"] = packed("projected", d, 32, local_loss=0.0) | rate(8e-3)
     runs["projected, int4, 1/32"] = packed("projected", d, 32, stage_table=0, local_loss=0.0)
     runs |= {f"{best}, 1/32, weight {w:g}": packed("projected", d, 32, local_loss=w) for w in (0.1, 1.0)}
     runs |= {f"projected, tables, local loss, int{b}, 1/{r}": packed("projected", d, r, b) for b in (8, 2) for r in (32, 16, 8)}

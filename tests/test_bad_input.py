@@ -233,7 +233,7 @@ COMMAND_LINES: dict[str, tuple[Make, str]] = {
     "race to no loss": (race("a.toml b.toml --target nan"), "--target nan"),
     "race with two links for all": (race("a.toml b.toml --link 1mbit,1ms 2mbit,1ms"), "give one link for all"),
     "race with a stranger's link": (race("a.toml b.toml --link c.toml=1mbit,1ms"), r"--link names c\.toml, which is not in the race"),
-    "race with a bad link for one": (race("a.toml b.toml --link b.toml=fast"), "--link for b 'fast' has no delay"),
+    "race with a bad link for one": (race("a.toml b.toml --link b.toml=fast"), "--link or plan.link of b 'fast' has no delay"),
     "race into a file": (race("a.toml b.toml --timing planner --out a.toml"), r"a\.toml.* can't be used"),
     "no temperature": (words("generate run -p x --temperature -1"), "--temperature -1.0 must be 0 or above"),
     "a temperature that is no number": (words("generate run -p x --temperature nan"), "--temperature nan must be 0 or above"),

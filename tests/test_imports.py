@@ -1,4 +1,4 @@
-"""Imports go downwards only (DESIGN.md, rooms)."""
+"""Imports go downwards only: the rooms by floors."""
 
 import ast
 from pathlib import Path

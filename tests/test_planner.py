@@ -30,6 +30,8 @@ from thinpipe.planner import Costs, best_schedule, bound, simulate
 from thinpipe.planner.costs import with_averages
 from thinpipe.planner.counts import flops, saved_bytes, stage_sizes, weight_copies
 from thinpipe.planner.network import Clock, Cores, Event
+from thinpipe.planner.simulation import TALLY_BYTES
+from thinpipe.tally import Tally
 
 # Issue 4's case: 64 KiB messages, 80 Mbit/s, 25 ms one way, F = 20 ms, B = 40 ms, four stages, eight micro-batches.
 CASE = Costs.uniform(4, 0.02, 0.04, 65536)
@@ -576,3 +578,7 @@ def test_shares_of_cores_against_small_steps_of_time() -> None:
             reference[name] = at
             del left[name]
     assert ends == pytest.approx(reference, abs=1e-3)
+
+
+def test_the_tally_is_as_large_as_it_is() -> None:
+    assert Tally().tensor().nbytes == TALLY_BYTES

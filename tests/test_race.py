@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from conftest import tiny
 
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
-from thinpipe.race import Curve, Entry, _check, _rows, figures, steps_to
+from thinpipe.race import Curve, Entry, _check, _rows, _time_step, figures, steps_to
 
 
 def entry(name: str, **groups: dict[str, Any]) -> Entry:
@@ -67,9 +68,26 @@ def test_a_slower_learner_may_win_by_time() -> None:
 def test_what_is_not_comparable_is_named(groups: dict[str, Any], says: str) -> None:
     with pytest.raises(ThinpipeError, match=says):
         _check([entry("a"), entry("b", **groups)])
-    with pytest.raises(ThinpipeError, match="--link for b '80mbit' has no delay"):
+    with pytest.raises(ThinpipeError, match=r"--link or plan\.link of b '80mbit' has no delay"):
         _check([entry("a"), replace(entry("b"), link="80mbit")])
+    with pytest.raises(ThinpipeError, match="of b = '1mbit,1ms/2mbit,1ms/3mbit,1ms' has different links"):
+        _check([entry("a"), replace(entry("b", pipeline={"stages": 2, "replicas": 2}), link="1mbit,1ms/2mbit,1ms/3mbit,1ms")])
     _check([entry("a"), entry("b", compression={"method": "none"}, pipeline={"stages": 4}, optim={"lr": 1e-3})])
+
+
+def test_replicas_of_one_stage_average_over_the_link(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    told = {}
+    for link in ("unlimited", "1mbit,25ms"):
+        groups: dict[str, Any] = {"pipeline": {"stages": 1, "replicas": 2}, "data": corpus}
+        told[link] = _time_step(replace(entry("a", **groups), link=link), tmp_path, "planner", print, debug=False)
+    # The gradients of all parameters, each way: far more than a delay.
+    assert told["1mbit,25ms"] > told["unlimited"] + 0.05
+
+
+def test_a_loss_that_is_no_number_leaves_the_other_curves() -> None:
+    lost = curve("lost", [[3.0, math.nan, math.nan]], seconds=1.0)
+    for figure in (*figures([curve("dense", [[3.0, 2.0, 1.0]], 1.0), lost], 1.5), *figures([lost], math.nan)):
+        assert figure[1].axes
 
 
 def write(path: Path, config: Config) -> str:

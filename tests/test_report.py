@@ -234,6 +234,18 @@ def test_the_timeline_is_planned_over_the_known_links(tmp_path: Path) -> None:
     ]
 
 
+def test_bytes_of_replicas_are_those_of_one(tmp_path: Path) -> None:
+    """Two replicas share the batch; what is counted crosses the boundary of the first one."""
+    begun = start("none", stages=2)
+    begun["config"]["pipeline"]["replicas"] = 2
+    share = 2 * WIDTH * TOKENS // 2
+    page = Page(
+        report([write(tmp_path / "run", [begun, *steps(9, wire_forward=share, wire_backward=share)])], tmp_path / "out")["files"][-1]
+    )
+    assert page.row("wire bytes per token") == ["192"] and page.row("compression") == ["1×"]
+    assert page.row("none") == page.row("dense, bfloat16") == [f"{share:,}"] * 2
+
+
 def test_markup_stays_text(tmp_path: Path) -> None:
     """Of names, samples, complaints and configs, in the page and in the plots."""
     bad = """</pre><script src="http://x.example/">&amp;'"""

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from thinpipe import launch
 from thinpipe.config import Config, ThinpipeError, from_dict, to_dict
@@ -16,7 +19,7 @@ from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
 from thinpipe.publish import export_run
-from thinpipe.run import Result, open_run, result_of
+from thinpipe.run import Result, finished, finished_by_any, open_run, result_of, whats_finished
 from thinpipe.tally import Tally
 from thinpipe.topology import connect
 from thinpipe.trainer import Trainer
@@ -32,6 +35,11 @@ def run(config: Config, stop: launch.StopRequest | None = None) -> Result:
         result = Trainer(config, alone, folder, stop).fit()
     assert result is not None
     return result
+
+
+def numbers(result: Result) -> dict[str, Any]:
+    """Without what depends on the process."""
+    return {name: value for name, value in vars(result).items() if name != "peak_rss_mb"}
 
 
 def losses(folder: Path) -> list[float]:
@@ -92,6 +100,30 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, corpus: dict[str
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_a_life_that_has_nothing_left_to_train_tells_what_the_one_before_did(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """Killed after the last checkpoint: all is saved but the summary."""
+    first = run(config(tmp_path / "run", corpus))
+    (tmp_path / "run/result.json").unlink()
+    again = run(config(tmp_path / "run", corpus))
+    assert numbers(again) == numbers(first) | {"seconds_per_step": again.seconds_per_step, "tokens_per_s": again.tokens_per_s}
+    assert again.seconds_per_step > 0 and again.tokens_per_s > 0
+
+
+def test_what_is_finished_is_asked_with_the_step_that_ends_it(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    asked = config(tmp_path / "run", corpus, train={"steps": 6, "stop_at": 3})
+    assert finished(tmp_path / "run", asked) is None
+    run(asked)
+    assert finished(tmp_path / "run", asked) is not None
+    assert whats_finished(tmp_path, asked).endswith("raise train.stop_at to train on")
+    on = replace(asked, train=replace(asked.train, stop_at=None))
+    assert finished(tmp_path / "run", on) is None and finished_by_any(tmp_path / "run", on) is None
+    other = replace(on, pipeline=replace(on.pipeline, replicas=2))
+    (tmp_path / "run/replicas").mkdir()
+    run(config(tmp_path / "run/replicas/1", corpus, train={"steps": 6}))
+    by_other = finished_by_any(tmp_path / "run", other)
+    assert by_other is not None and by_other.run == str(tmp_path / "run/replicas/1")
+
+
 def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]) -> None:
     class AskedAtOnce:
         asked = True
@@ -117,6 +149,7 @@ def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]
 def test_what_may_not_change_on_resume_is_named(tmp_path: Path, corpus: dict[str, Any], groups: dict[str, Any], named: str) -> None:
     first = config(tmp_path / "run", corpus)
     open_run(first)
+    (tmp_path / "run/checkpoints").mkdir()
     changed = {group: vars(getattr(first, group)) | groups.get(group, {}) for group in ("run", "optim", "train", "model", "compression")}
     changed = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in f.items() if v is not None} for group, f in changed.items()}
     again = replace(from_dict(changed), data=first.data, pipeline=first.pipeline)
@@ -127,11 +160,20 @@ def test_what_may_not_change_on_resume_is_named(tmp_path: Path, corpus: dict[str
 def test_what_may_change_on_resume(tmp_path: Path, corpus: dict[str, Any]) -> None:
     first = config(tmp_path / "run", corpus, compression={"rank": 8, "segments": 4})
     open_run(first)
+    (tmp_path / "run/checkpoints").mkdir()
     later = replace(first, train=replace(first.train, steps=9, eval_every=1), pipeline=replace(first.pipeline, stages=2, schedule="gpipe"))
     later = replace(later, compression=replace(later.compression, segments=None))
     opened, _, remarks = open_run(later)
     assert opened.segments == 4 and opened.pipeline.stages == 2
     assert len(remarks) == 1 and "train.steps" in remarks[0]
+
+
+def test_a_run_that_has_not_begun_takes_another_config(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """A mistake that was told before the first step, once mended, needs no new folder."""
+    wrong = config(tmp_path / "run", corpus | {"files": ["nowhere/*.txt"]})
+    with pytest.raises(ThinpipeError, match="nowhere"):
+        run(wrong)
+    assert run(config(tmp_path / "run", corpus, optim={"lr": 1e-3})).steps == 6
 
 
 def test_foreign_folders_are_not_touched(tmp_path: Path, corpus: dict[str, Any]) -> None:
@@ -156,7 +198,7 @@ def test_a_poisoned_step_is_refused(tmp_path: Path, corpus: dict[str, Any], monk
 
     monkeypatch.setattr(Trainer, "batch", batch)
     result = run(config(tmp_path / "run", corpus))
-    assert result.refused_steps == 1 and math.isfinite(result.val_loss)
+    assert result.refused_steps == 1 and math.isfinite(result.val_loss) and math.isfinite(result.train_loss)
     told = [event["loss"] for event in read_events(tmp_path / "run" / "metrics.jsonl") if event["event"] == "step"]
     assert told[2] is None and all(math.isfinite(loss) for loss in told[:2] + told[3:])
 
@@ -199,9 +241,26 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     assert torch.equal(method.U_DK, theirs.U_DK) and method.digest() == theirs.digest()
     start = method.table(torch.arange(method.table.vocab), torch.float32) @ method.U_DK * method.embedding_start
     assert torch.allclose(trainer.stage.embed.weight, start, atol=1e-5)
+    begun = run(opened)
+    (tmp_path / "source").rename(tmp_path / "gone")  # the run has all of its own by now
+    (tmp_path / "warm/result.json").unlink()
+    assert run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
+    (tmp_path / "gone").rename(tmp_path / "source")
     for field, value in (("rank", 4), ("method", "none")):
         with pytest.raises(ThinpipeError, match=rf"compression\.{field}"):
             open_run(config(tmp_path / field, corpus, compression=warm["compression"] | {field: value}))
+
+
+def test_a_sample_that_can_not_be_encoded_costs_only_the_sample(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    words = {word for file in (tmp_path / "corpus").iterdir() for word in file.read_text().split()}
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(sorted(words))}))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(tmp_path / "words.json"))
+    data = corpus | {"tokenizer": str(tmp_path / "words.json")}
+    result = run(config(tmp_path / "run", data, train={"steps": 2, "sample": "no-such-word"}))
+    told = [event["text"] for event in read_events(tmp_path / "run/metrics.jsonl") if event["event"] == "complaint"]
+    assert result.sample == "" and result.steps == 2
+    assert len(told) == 1 and told[0].startswith("no sample: the text 'no-such-word' can't be encoded"), told
 
 
 def test_a_spike_rolls_back_and_skips_its_batches(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

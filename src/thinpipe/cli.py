@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import tyro
 
 from .config import Config, ThinpipeError, load
+from .errors import tell
 from .mesh import KEY
 
 _Kind = TypeVar("_Kind")
@@ -243,7 +245,7 @@ MESH: dict[str, type[Mesh]] = {
 def _train(args: Train) -> dict[str, Any] | None:
     from .runner import train
 
-    result = train(_config(args), _say, args.debug)
+    result = train(_config(args), tell, args.debug)
     if result is None:
         return None
     if not args.json:
@@ -253,17 +255,22 @@ def _train(args: Train) -> dict[str, Any] | None:
     return dataclasses.asdict(result)
 
 
+def _number(value: float | None, form: str) -> str:
+    """A number of a result.json, where null stands for one that isn't finite."""
+    return "no number" if value is None else format(value, form)
+
+
 def _trained(r: dict[str, Any]) -> dict[str, str]:
     """A run's summary, for people."""
     return {
         "method": f"{r['method']}, {r['stages']} stages, {r['segments']} segments, {r['parameters']:,} parameters",
         "trained": f"{r['steps']} steps, {r['tokens']:,} tokens",
-        "training loss": f"{r['train_loss']:.4f}",
-        "validation loss": f"{r['val_loss']:.4f}",
-        "speed": f"{r['tokens_per_s']:,.0f} tokens/s, {r['seconds_per_step']:.3f} s per step",
+        "training loss": _number(r["train_loss"], ".4f"),
+        "validation loss": _number(r["val_loss"], ".4f"),
+        "speed": f"{_number(r['tokens_per_s'], ',.0f')} tokens/s, {_number(r['seconds_per_step'], '.3f')} s per step",
         "wire": f"{r['wire_bytes_per_token']:g} bytes per token, boundary and direction"
         + (" (measured)" if r["wire_measured"] else " (what the cuts would send)"),
-        "compression": f"{r['compression']:.3g}x against a dense bfloat16 stream ({r['dense_wire_bytes_per_token']:g} bytes)",
+        "compression": f"{_number(r['compression'], '.3g')}x against a dense bfloat16 stream ({r['dense_wire_bytes_per_token']:g} bytes)",
         "peak memory": ", ".join(f"{mb:,.0f}" for mb in r["peak_rss_mb"]) + " MB by stage",
     }
 
@@ -273,7 +280,7 @@ def _lab(args: Lab) -> dict[str, Any]:
 
     config = _config(args)
     text, where = _link(args)
-    r = train_in_lab(config, text, where, _say, args.debug)
+    r = train_in_lab(config, text, where, tell, args.debug)
     if not args.json:
         off = r["planned_seconds_per_step"] / r["seconds_per_step"] - 1
         links = {
@@ -330,12 +337,14 @@ def _generate(args: Generate) -> dict[str, Any]:
         raise ThinpipeError(f"--stages {args.stages} goes with --staged and is at least 1")
     names = [field.name for field in dataclasses.fields(Request)]
     request = Request(**{name: getattr(args, name) for name in names})
-    print(request.prompt, end="", flush=True)
     if args.staged:
+        print(request.prompt, end="", flush=True)
         return {"text": write_staged(Path(args.run), args.stages, request, args.debug)}
-    text = request.prompt
+    text = ""
     with connect(60.0) as alone:
-        for piece in write(load_run(Path(args.run)), alone, request):
+        pieces = write(load_run(Path(args.run)), alone, request)
+        # The prompt is shown with the first piece: by then all is well with it.
+        for piece in itertools.chain([request.prompt + next(pieces, "")], pieces):
             text += piece
             print(piece, end="", flush=True)
     print(flush=True)
@@ -382,7 +391,7 @@ def _plan(args: Plan) -> dict[str, Any]:
     result = planned.as_dict()
     if suggestion:
         chosen = suggestion.config
-        result |= {"stages": chosen.pipeline.stages, "micro_batches": chosen.pipeline.micro_batches, "rank": chosen.compression.rank}
+        result |= {"stages": chosen.pipeline.stages, "micro_batches": chosen.pipeline.micro_batches, "why": suggestion.why}
     if not args.json:
         beside = f", {planned.replicas} replicas" if planned.replicas > 1 else ""
         _table(
@@ -402,7 +411,7 @@ def _plan(args: Plan) -> dict[str, Any]:
 def _probe(args: Probe) -> dict[str, Any]:
     from .probe import describe, probe
 
-    result = probe(_config(args), _say, args.debug)
+    result = probe(_config(args), tell, args.debug)
     if not args.json:
         print(describe(result))
     return result
@@ -429,7 +438,7 @@ def _race(args: Race) -> dict[str, Any]:
         "timing": args.timing,
         "debug": args.debug,
     }
-    result = race(entries, Path(args.out), say=_say, **options)
+    result = race(entries, Path(args.out), say=tell, **options)
     if not args.json:
         _print_race(result)
     return result
@@ -488,23 +497,23 @@ def _mesh(args: Mesh) -> dict[str, Any]:
         machines = mesh.add(mesh.load(file) if file.exists() else mesh.Mesh(), args.name, args.public_key, args.endpoint)
         mesh.save(machines, file)
         added = machines.machines[-1]
-        _say(f"{added.name} is {added.address} in {file}; copy the file to all machines, and 'thinpipe mesh up {file}' on each")
+        tell(f"{added.name} is {added.address} in {file}; copy the file to all machines, and 'thinpipe mesh up {file}' on each")
         return dataclasses.asdict(added)
     machines = mesh.load(file)
     if isinstance(args, MeshRevoke):
         mesh.save(mesh.revoke(machines, args.name), file)
-        _say(f"{args.name} is off {file}; it is shut out where the new file is copied to and 'thinpipe mesh up {file}' was run")
+        tell(f"{args.name} is off {file}; it is shut out where the new file is copied to and 'thinpipe mesh up {file}' was run")
         return {"revoked": args.name}
     if isinstance(args, MeshDown):
         was_up = mesh.bring_down(machines)
-        _say(f"{machines.device} is down" if was_up else f"{machines.device} was not up")
+        tell(f"{machines.device} is down" if was_up else f"{machines.device} was not up")
         return {"was_up": was_up}
     if isinstance(args, MeshUp):
         here = mesh.bring_up(machines, Path(args.key))
         passed = ", ".join([f"UDP {machines.port} (the tunnel)", *(f"TCP {port}" for port in machines.open)])
-        _say(f"{machines.device} is up: this is {here.name}, {here.address}; from outside the firewall passes {passed}")
+        tell(f"{machines.device} is up: this is {here.name}, {here.address}; from outside the firewall passes {passed}")
         first = machines.machines[0].address
-        _say(f"train with --network.rdzv {first}:29400 --network.nodes {len(machines.machines)} --network.addr {here.address}")
+        tell(f"train with --network.rdzv {first}:29400 --network.nodes {len(machines.machines)} --network.addr {here.address}")
         return dataclasses.asdict(here)
     told = mesh.describe(machines)
     if not args.json:
@@ -535,10 +544,6 @@ def _config(args: Config) -> Config:
 def _link(args: Plan | Lab) -> tuple[str, str]:
     """The links that hold, and what the user calls them."""
     return (args.link, "--link") if args.link is not None else (args.plan.link, "plan.link")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _table(title: str, rows: dict[str, str]) -> None:
@@ -678,14 +683,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ThinpipeError as error:
         if debug:
             raise
-        _say(f"thinpipe: {error}")
-        status = 1 if type(error).__name__ == "PeerLost" else 2
+        tell(f"thinpipe: {error}")
+        status = 1 if type(error).__name__ in ("PeerLost", "Lost") else 2
     except KeyboardInterrupt:
         status = 130
     except OSError as error:  # one that nobody expected: a name too long, a disk that fails
         if debug:
             raise
-        _say(f"thinpipe: {error.filename or 'the system'}: {error.strerror or error}; give another path, or mend that disk")
+        tell(f"thinpipe: {error.filename or 'the system'}: {error.strerror or error}; give another path, or mend that disk")
         status = 2
     except Exception as error:
         if type(error).__name__ == "Stopped":
@@ -693,7 +698,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         elif debug:
             raise
         else:
-            _say(f"thinpipe: {type(error).__name__}: {error}\nThis is a mistake of thinpipe's; --debug shows more.")
+            tell(f"thinpipe: {type(error).__name__}: {error}\nThis is a mistake of thinpipe's; --debug shows more.")
             status = 1
     sys.stdout.flush()
     if "RANK" in os.environ:

@@ -177,6 +177,11 @@ class TrainConfig:
     sample: str = "def "
     """Prompt of the sample text shown at the end (empty: no sample)."""
 
+    @property
+    def last_step(self) -> int:
+        """Steps that are done when the run ends by itself."""
+        return min(self.steps, self.stop_at or self.steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -330,6 +335,7 @@ class Config:
 
 
 # Far beyond use; more would keep checks, plans and the tokenizer's training busy for ever, or fill all memory.
+WITHOUT_RANK = ("none", "quantize")  # methods that send the full width
 LARGEST_VOCAB = 1 << 24
 _MOST_LAYERS, _MOST_SEQUENCES = 10_000, 1_000_000
 
@@ -377,7 +383,7 @@ def _check(config: Config) -> None:
         raise ThinpipeError(f'compression.wire = {c.wire!r} quantises nothing; method "quantize" takes "int8", "int4", "int2" or "int1"')
     if c.method == "topk" and width > 65536:
         raise ThinpipeError(f'model.width = {width} is above 65536, which method "topk" can name places in; use a smaller one')
-    if c.method not in ("none", "quantize") and c.rank > width:
+    if c.method not in WITHOUT_RANK and c.rank > width:
         raise ThinpipeError(f"compression.rank = {c.rank} is above model.width = {width}; use {width // 8} for 8x compression")
     if p.stages > config.segments:
         raise ThinpipeError(
@@ -587,6 +593,7 @@ def dump(config: Config) -> str:
     """The config as TOML; `load` of it gives an equal Config."""
     lines = []
     for group, values in to_dict(config).items():
-        # JSON's strings, numbers, booleans and arrays are TOML's.
-        lines += [f"[{group}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()), ""]
+        # JSON's strings, numbers, booleans and arrays are TOML's, but for a sign that JSON leaves as it is.
+        plain = {key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for key, value in values.items()}
+        lines += [f"[{group}]", *(f"{key} = {text}" for key, text in plain.items()), ""]
     return "\n".join(lines)

@@ -98,8 +98,8 @@ class Data:
             yield rows
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end-of-text. Raises ThinpipeError if there is no tokenizer."""
-        return self._need_tokenizer().encode(text, add_special_tokens=False).ids
+        """Ids of a text, without an end-of-text. Raises ThinpipeError if there is no tokenizer, or it can't encode the text."""
+        return list(encode_all(self._need_tokenizer(), [text], f"the text {text[:40]!r}")[0].ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids (PAD is skipped). Raises ThinpipeError if there is no tokenizer."""
@@ -332,7 +332,7 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[E
     try:
         return list(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     except Exception as error:  # a word that is no entry, of a tokenizer without one for unknown words
-        raise ThinpipeError(f"{where} can't be encoded by its tokenizer: {_first_line(error)}; set another data.tokenizer") from None
+        raise ThinpipeError(f"{where} can't be encoded by the tokenizer: {_first_line(error)}; set another data.tokenizer") from None
 
 
 def entries(tokenizer: Tokenizer) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from .config import ThinpipeError
-from .topology import Topology
+from .topology import Topology, usable_cores
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -34,5 +32,4 @@ def share_cores(topology: Topology) -> None:
 
     A smaller number that is already set (OMP_NUM_THREADS) stays.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // topology.local_world)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // topology.local_world)))

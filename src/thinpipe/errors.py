@@ -1,9 +1,10 @@
-"""What a user did wrong, in one or two lines; and the check of a value's type that configs and other JSON share."""
+"""What people are told: lines at the terminal, and what they did wrong; the check of a value's type that configs and JSON share."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import types
 import typing
 from typing import Any, Literal
@@ -11,6 +12,11 @@ from typing import Any, Literal
 
 class ThinpipeError(ValueError):
     """Something the user can mend: one or two lines that name the field or file and the remedy."""
+
+
+def tell(line: str) -> None:
+    """A line for the person at the terminal; stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def describe(kind: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from .checkpoint import MANIFEST, Checkpoint, find
 from .config import Config, ThinpipeError, from_dict, load
 from .data import PAD, encode_all, end_of_text_id, entries, prepare, read_tokenizer
 from .device import share_cores
-from .errors import check_type
+from .errors import check_type, tell
 from .generate import generate
 from .metrics import to_json, write_whole
 from .model import Stage, build_stages
@@ -80,7 +79,7 @@ def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
         ends |= {"model/norm.weight", "model/head.weight", "basis/U"} if stage_number == stages - 1 else set()
         return {name for name in names if name.startswith(layers) or name in ends}
 
-    found = find(folder / "checkpoints", topology, wanted, _say)
+    found = find(folder / "checkpoints", topology, wanted, tell)
     if found is None:
         raise ThinpipeError(f"{folder} has no checkpoint yet; train until train.checkpoint_every or to the end")
     vocab, digest = _facts(found, stored, folder)
@@ -106,10 +105,6 @@ def _facts(found: Checkpoint, stored: Config, folder: Path) -> tuple[int, str]:
         if name.startswith(("model.", "compression.")):
             raise ThinpipeError(f"{name} was {was!r} in training and is {now!r} in {folder / 'config.toml'} now; put it back")
     return vocab, digest
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def evaluate(folder: Path, batches: int = 0) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -30,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from .errors import ThinpipeError
 from .meeting import Meeting, Rendezvous, Say, await_host
-from .topology import PeerLost
+from .topology import PeerLost, usable_cores
 
 STOPPED = 130  # exit status of a run that was asked to stop
 _PATIENCE = 600  # seconds that a stop may take: the step under way and the checkpoint behind it
@@ -64,6 +65,20 @@ class Restarts:
     saved: Callable[[], int | None] = lambda: None
 
 
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Signal handlers are those of the caller again in the end: this process may be somebody's program that trains."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # None: not one of Python's
+                    signal.signal(number, handler)
+
+
+@_handlers_kept()
 def start(
     command: str,
     folder: Path,
@@ -164,9 +179,9 @@ def _live(rendezvous: Rendezvous, meeting: Meeting, processes: int, argv: tuple[
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=quiet))
         result: RunResult | None = agent.run()
     except RendezvousClosedError:
-        raise ThinpipeError("the run was ended by another machine; the cause stands there") from None
+        raise Lost("the run was ended by another machine; the cause stands there") from None
     except RendezvousTimeoutError:
-        raise ThinpipeError(
+        raise Lost(
             f"the machines of the run did not meet at {meeting.endpoint} within {meeting.patience:g} s (network.patience); "
             "are all of them started?"
         ) from None
@@ -234,19 +249,25 @@ def reporting_failures() -> Iterator[None]:
     except Stopped:
         os._exit(STOPPED)  # peers may be gone already: no goodbye over the network
     except BaseException as error:
+        if isinstance(error, OSError) and error.filename is not None:  # of a file that nobody expected to fail
+            error = ThinpipeError(f"{error.filename}: {error.strerror}; mend that file, folder or disk")
         kind = "peer" if isinstance(error, PeerLost) else "user" if isinstance(error, ThinpipeError) else "bug"
         text = str(error) if kind != "bug" else traceback.format_exc()
         report = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}, "thinpipe": {"kind": kind, "text": text}}
+        left = False
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             try:
-                Path(path).write_text(json.dumps(report))
+                left = bool(Path(path).write_text(json.dumps(report)))
             except OSError:  # a full disk; the agent takes half a report amiss
                 Path(path).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+        # The first one's stderr is the terminal, where the command tells it.
+        if not (left and kind == "user" and os.environ.get("LOCAL_RANK") == "0"):
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 
+@_handlers_kept()
 def side_by_side(
     commands: Sequence[Sequence[str]], stages: int, logs: Sequence[Path], named: str, whole: Callable[[], bool], say: Say
 ) -> None:
@@ -262,7 +283,7 @@ def side_by_side(
         Stopped: a stop was asked for, and the commands have ended.
     """
     stop = StopRequest()
-    env = os.environ | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // stages))}
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, usable_cores() // stages))}
     with contextlib.ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
         for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
@@ -288,7 +309,7 @@ def side_by_side(
             text = "" if i == 0 else "".join(logs[i].read_text(encoding="utf-8", errors="replace").splitlines(True)[-2:]).strip()
             ended = f"{named.format(i)} ended with status {statuses[i]}{': ' + text if text else ''}"
             if not whole():
-                raise ThinpipeError(ended)
+                raise ThinpipeError(ended) if statuses[i] == 2 else Lost(ended)
             say(ended)
 
 

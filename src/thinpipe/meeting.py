@@ -65,15 +65,12 @@ def meeting(network: NetworkConfig, name: str, say: Say = print) -> Meeting:
     assert network.rdzv is not None
     host, _, port_text = network.rdzv.rpartition(":")
     port = int(port_text)
-    address = network.addr or address_towards(host, port)
-    try:
-        there = socket.gethostbyname(host)
-    except OSError as error:
-        raise ThinpipeError(f"network.rdzv: the name {host} is unknown ({error}); give an address") from None
+    address = _number_of(network.addr, "network.addr") if network.addr else address_towards(host, port)
+    there = _number_of(host, "network.rdzv")
     own = there == address
     try:
         if not network.insecure:
-            refuse_public(socket.gethostbyname(address), there)
+            refuse_public(address, there)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port if own else 0))
@@ -85,6 +82,14 @@ def meeting(network: NetworkConfig, name: str, say: Say = print) -> Meeting:
     met = Meeting(network.rdzv, name, network.needed, address, own, network.patience)
     await_host(met, say)
     return met
+
+
+def _number_of(name: str, field: str) -> str:
+    """The address of a machine that may be given by name."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise ThinpipeError(f"{field}: the name {name} is unknown ({error}); give an address") from None
 
 
 def await_host(meeting: Meeting, say: Say) -> None:
@@ -186,8 +191,8 @@ def _open_store(meeting: Meeting) -> TCPStore:
         raise RendezvousConnectionError("no store") from error
 
 
-def keep_time(store: Store) -> None:
-    """On the meeting's host: write its clock into the store, again and again, in the background.
+def keep_time(store: Store) -> Callable[[], None]:
+    """On the meeting's host: write its clock into the store, again and again, in the background. Returns what ends that.
 
     The thread ends before the interpreter does: one that is inside of torch then aborts the process.
     """
@@ -204,8 +209,10 @@ def keep_time(store: Store) -> None:
     def end() -> None:
         over.set()
         thread.join(1.0)
+        atexit.unregister(end)
 
     atexit.register(end)
+    return end
 
 
 def check_clock(store: Store, endpoint: str) -> None:

@@ -44,6 +44,9 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.rename(path)
+    except OSError as error:
+        error.filename = str(path)  # the one that is known
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

@@ -227,7 +227,7 @@ def _wire(run: Run) -> str:
     where = f"each of {boundaries} boundaries" if boundaries > 1 else "the boundary" if boundaries else "a cut, if it were sent"
     rows = [[run.method or "this run", *map(_number, run.wire)]]
     if math.isfinite(run.dense_per_token):
-        rows.append(["dense, bfloat16", *[_number(run.dense_per_token * run.tokens_per_step)] * 2])
+        rows.append(["dense, bfloat16", *[_number(run.dense_bytes)] * 2])
     tied = run.result.get("tied_bytes_per_step")
     note = f'<p class="note">Beside it {_number(tied)} bytes for the tied table, over all stages.</p>\n' if tied else ""
     return _table(["", "forward", "backward"], rows, caption=f"Bytes of a step over {where}") + note

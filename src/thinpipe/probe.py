@@ -13,6 +13,7 @@ from typing import Any
 from . import launch
 from .calibrate import time_passes
 from .config import Config, ThinpipeError, dump, to_dict
+from .data import expected_vocab
 from .device import pick_device, share_cores, use_bf16
 from .lab import Measured
 from .linkrate import measure_links, rounds
@@ -38,7 +39,7 @@ def probe(config: Config, say: Callable[[str], None] = print, debug: bool = Fals
             "probe measures the links between machines: give --network.rdzv HOST:PORT (an address of one of them) "
             "and --network.nodes N, 2 at least, on each of them"
         )
-    gpu, vocab = find_gpu(config.plan.gpu), config.sizes().get("vocab", config.data.vocab)
+    gpu, vocab = find_gpu(config.plan.gpu), expected_vocab(config)
     config.spec(vocab)
     say(f"{network.needed} machines, once all are there: a few seconds for each of {len(rounds(network.needed))} rounds of pairs")
     met = meeting(network, f"thinpipe-probe-{config.run.name}", say=say)
@@ -97,7 +98,7 @@ def probe_machine(config: Config, here: Topology, address: str) -> dict[str, Any
     groups = to_dict(config)
     planned = [groups[group] for group in ("model", "compression", "pipeline", "plan")]
     here.require_equal("the config", [*planned, config.train.batch], "start all with the same CONFIG and options")
-    vocab = config.sizes().get("vocab", config.data.vocab)
+    vocab = expected_vocab(config)
     mine = {"host": here.host, "address": address, "layer_seconds": _layer_seconds(config, here, vocab)}
     machines = here.gather(mine)
     links = [

@@ -7,6 +7,7 @@ step come from a short run in the lab at steady state, as the public yardstick d
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .calibrate import calibrate
-from .config import Config, ThinpipeError, to_dict
+from .config import Config, ThinpipeError, load, to_dict
 from .data import prepare
-from .lab import parse_links, unavailable
+from .lab import unavailable
 from .metrics import read_events, to_json, write_whole
 from .planner import average_bytes, find_gpu, plan, wire_bytes_per_token
 from .report import COLOURS, INK, clean, save
-from .run import open_run, result_of
+from .run import finished, open_run
 from .runner import train
-from .trial import train_in_lab
+from .trial import lab_links, train_in_lab
 
 _SAME = ("data", "train.batch", "train.steps", "run.seed")
 _LAB_STEPS = 12
@@ -96,15 +97,19 @@ def race(
     _check(entries)
     if timing == "auto":
         timing = "lab" if unavailable() is None else "planner"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ThinpipeError(f"--out {out} can't be used: {error.strerror}; give a folder that can be written") from None
     curves = [_run(entry, out, seeds, timing, say, debug) for entry in entries]
     first = curves[0]
     target = float(first.losses[:, -1].mean()) if target is None else target
     if extend > 1:
         curves += [_extended(curve, extend, out, say, debug) for curve in curves if _time_to(curve, target)[0] is None]
     result = {"target_loss": target, "timed_by": timing, "rows": _rows(curves, target)}
+    write_whole(out / "race.json", to_json(result))
     for name, figure in figures(curves, target):
         save(figure, out / f"{name}.png")
-    write_whole(out / "race.json", to_json(result))
     return result | {"files": sorted(str(path) for path in out.glob("*.png"))}
 
 
@@ -118,10 +123,14 @@ def _check(entries: Sequence[Entry]) -> None:
         stages, replicas = entry.config.pipeline.stages, entry.config.pipeline.replicas
         if stages * replicas == 1:
             raise ThinpipeError(f"{entry.name}: pipeline.stages = 1 has no link to race over; set the stages of the pipeline")
-        parse_links(entry.link, stages * replicas - 1, f"--link for {entry.name}")
+        lab_links(entry.config, entry.link, _where(entry))
         for name in _SAME:
             if _field(entry.config, name) != _field(entries[0].config, name):
                 raise ThinpipeError(f"{name} differs between {entries[0].name} and {entry.name}; a race needs the same data and order")
+
+
+def _where(entry: Entry) -> str:
+    return f"--link or plan.link of {entry.name}"
 
 
 def _field(config: Config, name: str) -> Any:
@@ -156,6 +165,9 @@ def _learn(entry: Entry, out: Path, seeds: int, say: Callable[[str], None], debu
     for seed in range(config.run.seed, config.run.seed + seeds):
         folder = out / f"{entry.name}-{seed}"
         whole = replace(config, run=replace(config.run, dir=str(folder), seed=seed), pipeline=alone, compression=compression)
+        if (folder / "config.toml").is_file() and (before := load(folder / "config.toml").train.steps) != config.train.steps:
+            # Trained on it would have the decay of the shorter run in it.
+            raise ThinpipeError(f"{folder} holds a run of {before} steps and the race has {config.train.steps} now; give another --out")
         say(f"{entry.name}, seed {seed}")
         train(whole, say, debug)  # a finished run of the same config is only reported
         evals = {e["step"]: e["val_loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "eval"}
@@ -174,23 +186,22 @@ def _extended(curve: Curve, times: int, out: Path, say: Callable[[str], None], d
 
 def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None], debug: bool) -> float:
     config = entry.config
-    where = f"--link for {entry.name}"
     if timing == "planner":
-        links = parse_links(entry.link, config.pipeline.stages - 1, where)
+        links = lab_links(config, entry.link, _where(entry))[: max(1, config.pipeline.stages - 1)]
         return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=calibrate(config, debug)).seconds_per_step
-    options = config.pipeline
     every = config.average.every
-    setting = f"{options.stages}-{options.micro_batches}-{options.schedule}-{options.replicas}-{every}-{entry.link}"
-    folder = out / f"{entry.name}-lab-{setting.replace(',', '-').replace('/', '_')}"
+    groups = to_dict(config)
+    setting = [entry.link, {**groups, "run": [config.run.precision, config.run.device]}]
+    folder = out / f"{entry.name}-lab-{zlib.crc32(to_json(setting).encode()):08x}"  # what was measured otherwise is measured again
     train_config = replace(
         config.train, steps=max(_LAB_STEPS, 2 * every), eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample=""
     )
     short, folder, _ = open_run(replace(config, run=replace(config.run, dir=str(folder)), train=train_config))
-    if (done := result_of(folder)) is not None:
+    if (done := finished(folder, short)) is not None:
         seconds = done.seconds_per_step
     else:
         say(f"{entry.name}: {_LAB_STEPS} steps in the lab over {entry.link}")
-        seconds = train_in_lab(short, entry.link, where, say, debug)["seconds_per_step"]
+        seconds = train_in_lab(short, entry.link, _where(entry), say, debug)["seconds_per_step"]
     if every:  # a median step has no average in it
         at = {event["step"]: event["time"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"}
         return float(at[2 * every] - at[every]) / every
@@ -267,7 +278,9 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
             axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=colour, alpha=0.2, linewidth=0)
     axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
     late = np.concatenate([curve.losses[:, len(curve.steps) // 8 :].ravel() for curve in curves])
-    axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
+    late = late[np.isfinite(late)]  # a run may have ended in no number
+    if late.size:
+        axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
     ends = [curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)]
     if max(ends) > 20 * min(ends):
         axes.set_xscale("log")

@@ -94,7 +94,13 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
+        """Of all replicas."""
         return float(self.tokens[-1] / self.step[-1])
+
+    @property
+    def dense_bytes(self) -> float:
+        """Of a step over a boundary of one replica, in one direction, for the full stream in bfloat16."""
+        return self.dense_per_token * self.tokens_per_step / _replicas(self.config)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -172,7 +178,7 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
     raw = start.get("config") or {}
     config = _readable(raw)
     wire = _wire(events)
-    tokens_per_step = columns["tokens"][-1] / columns["step"][-1]
+    tokens_per_step = columns["tokens"][-1] / columns["step"][-1] / _replicas(config)  # the bytes are of one of them
     per_token = wire[-1].sum() / (2 * tokens_per_step)
     if not np.isfinite(per_token):
         per_token = result.get("wire_bytes_per_token") or math.nan
@@ -208,6 +214,10 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
         result=result,
         lab=_read_object(folder / "lab.json"),
     )
+
+
+def _replicas(config: Config | None) -> int:
+    return config.pipeline.replicas if config is not None else 1
 
 
 def _columns(events: list[dict[str, Any]], *keys: str) -> dict[str, np.ndarray]:

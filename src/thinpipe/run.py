@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config import Config, NetworkConfig, ThinpipeError, dump, load, to_dict
+from .config import WITHOUT_RANK, Config, NetworkConfig, ThinpipeError, dump, load, to_dict
 from .metrics import write_whole
 
 TOKENIZER = "tokenizer.json"
 
-# What may not change in a run's life: the model, what it learns from and how (DESIGN.md, conventions).
+# What may not change in a run's life: the model, what it learns from and how.
 _FIXED_GROUPS = ("model", "compression", "data", "optim")
 _MAY_CHANGE = {"data.cache", "data.source", "compression.init_from"}
 
@@ -73,16 +73,18 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
     Raises:
         ThinpipeError: the folder holds a run whose fixed fields differ (field, old and new named), or can't be made.
     """
-    config = _with_static_seed(_with_tokenizer(config)).check()
     folder = Path(config.run.dir) if config.run.dir is not None else None
+    config = _with_static_seed(with_tokenizer(config), folder).check()
     remarks: list[str] = []
+    if config.compression.method not in WITHOUT_RANK and config.compression.rank == config.sizes()["width"]:
+        remarks.append(f"compression.rank = {config.compression.rank} is model.width: nothing is saved; a smaller rank does")
     try:
         if folder is None:
             folder = _new_folder(config.run.name)
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "config.toml").exists():
+        if (folder / "config.toml").exists() and any((folder / each).exists() for each in ("metrics.jsonl", "checkpoints")):
             config, remarks = _agree(load(folder / "config.toml"), config)
-        elif any(folder.iterdir()):
+        elif any(folder.iterdir()) and not (folder / "config.toml").exists():  # with one alone: a run that has not begun
             raise ThinpipeError(f"run.dir = {str(folder)!r} is not empty and holds no run; give a new folder")
         segments = replace(config.compression, segments=config.segments)
         config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
@@ -102,7 +104,7 @@ def of_replica(folder: Path, replica: int, replicas: int) -> list[str]:
     return ["--network.replica", str(replica), "--run.dir", str(folder / "replicas" / str(replica) if replica else folder)]
 
 
-def _with_tokenizer(config: Config) -> Config:
+def with_tokenizer(config: Config) -> Config:
     """A model that starts from another's weights speaks that one's ids."""
     if config.model.init_from is None or config.data.tokenizer is not None:
         return config
@@ -110,11 +112,22 @@ def _with_tokenizer(config: Config) -> Config:
     return replace(config, data=replace(config.data, tokenizer=str(tokenizer))) if tokenizer.is_file() else config
 
 
-def _with_static_seed(config: Config) -> Config:
-    """Another run's basis goes with its static embedding."""
+def _with_static_seed(config: Config, folder: Path | None) -> Config:
+    """Another run's basis goes with its static embedding; a run that has begun in `folder` knows it itself."""
     source = config.compression.init_from
     if source is None:
         return config
+    if folder is not None and (folder / "config.toml").is_file():
+        seed = load(folder / "config.toml").compression.static_seed
+    else:
+        seed = _agreeing(source, config).static_seed
+    if config.compression.static_seed is not None:
+        return config
+    return replace(config, compression=replace(config.compression, static_seed=seed))
+
+
+def _agreeing(source: str, config: Config) -> Config:
+    """The config of the run that `config` begins with the basis of. Raises ThinpipeError if that one's doesn't fit."""
     if not (Path(source) / "config.toml").is_file():
         raise ThinpipeError(f"compression.init_from = {source!r} holds no run (no config.toml); give the folder of a run")
     theirs = load(Path(source) / "config.toml")
@@ -125,9 +138,7 @@ def _with_static_seed(config: Config) -> Config:
     ):
         if his != ours:
             raise ThinpipeError(f"compression.init_from = {source!r} has {name} = {his!r} and this run {ours!r}; make them equal")
-    if config.compression.static_seed is not None:
-        return config
-    return replace(config, compression=replace(config.compression, static_seed=theirs.static_seed))
+    return theirs
 
 
 def _new_folder(name: str) -> Path:
@@ -188,13 +199,17 @@ def common_fields(config: Config) -> dict[str, Any]:
 def finished(folder: Path, config: Config) -> Result | None:
     """The summary of a run that has done all of the config's steps, or None."""
     done = result_of(folder)
-    return done if done is not None and done.steps >= config.train.steps else None
+    return done if done is not None and done.steps >= config.train.last_step else None
 
 
-def result_of_any(folder: Path, replicas: int) -> Result | None:
+def finished_by_any(folder: Path, config: Config) -> Result | None:
     """The summary of the first replica that has finished, under the run's folder as `of_replica` lays them out."""
-    folders = [folder, *(folder / "replicas" / str(replica) for replica in range(1, replicas))]
-    return next((result for each in folders if (result := result_of(each)) is not None), None)
+    folders = [folder, *(folder / "replicas" / str(replica) for replica in range(1, config.pipeline.replicas))]
+    return next((result for each in folders if (result := finished(each, config)) is not None), None)
+
+
+def whats_finished(folder: Path | str, config: Config) -> str:
+    return f"{folder} is finished; raise train.{'steps' if config.train.last_step == config.train.steps else 'stop_at'} to train on"
 
 
 def result_of(folder: Path) -> Result | None:

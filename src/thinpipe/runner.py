@@ -16,20 +16,17 @@ from . import launch
 from .checkpoint import newest_step
 from .config import Config, ThinpipeError, dump, from_dict, to_dict
 from .data import prepare
+from .errors import tell
 from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import Result, common_fields, finished, of_replica, open_run, result_of, result_of_any
+from .run import Result, common_fields, finished, finished_by_any, of_replica, open_run, whats_finished, with_tokenizer
 from .topology import Topology, connect, listen_on, under_launcher
 from .trainer import Trainer
 
 _MEMORY = "memory.json"  # in a machine's scratch folder
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False) -> Result | None:
+def train(config: Config, say: Callable[[str], None] = tell, debug: bool = False) -> Result | None:
     """Train as the config says: `pipeline.stages` processes on this machine, or this one's part under torchrun.
 
     Args:
@@ -41,6 +38,7 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
         ThinpipeError: the config, the data or a file can't work, or a stage was lost.
         launch.Stopped: the run was stopped by a signal, after saving.
     """
+    config = with_tokenizer(config)
     if under_launcher():
         with (
             connect(config.network.timeout, config.network.node_rank, insecure=config.network.insecure) as topology,
@@ -53,7 +51,7 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
     for remark in remarks:
         say(remark)
     if (done := finished(folder, config)) is not None:
-        say(f"{folder} is finished; raise train.steps to train on")
+        say(whats_finished(folder, config))
         return done
     if config.pipeline.replicas > 1:
         return _beside_each_other(config, folder, say, debug)
@@ -61,7 +59,7 @@ def train(config: Config, say: Callable[[str], None] = _say, debug: bool = False
     prepare(config)  # a mistake in the data is told once, before any process starts
     restarts = launch.Restarts(config.network.restarts, lambda: newest_step(folder / "checkpoints"))
     launch.start("train", folder, config.pipeline.stages, debug, restarts=restarts, say=say)
-    result = result_of(folder)
+    result = finished(folder, config)
     assert result is not None
     return result
 
@@ -72,15 +70,18 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
     say(f"run {folder}: {config.compression.method}, {replicas} replicas of {config.pipeline.stages} stages, {config.segments} segments")
     prepare(config)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listen_on("127.0.0.1", 0))
-    keep_time(store)
+    end = keep_time(store)
     commands = []
     for replica in range(replicas):
         command = [sys.executable, "-m", "thinpipe", "train", str(folder / "config.toml"), "--network.rdzv", f"127.0.0.1:{store.port}"]
         commands.append([*command, *of_replica(folder, replica, replicas), *(["--debug"] if debug else [])])
     stages = replicas * config.pipeline.stages
     logs = [folder / "logs" / f"replica-{replica}.txt" for replica in range(replicas)]
-    launch.side_by_side(commands, stages, logs, "replica {}", lambda: result_of_any(folder, replicas) is not None, say)
-    result = result_of_any(folder, replicas)
+    try:
+        launch.side_by_side(commands, stages, logs, "replica {}", lambda: finished_by_any(folder, config) is not None, say)
+    finally:
+        end()
+    result = finished_by_any(folder, config)
     assert result is not None
     if result.run != str(folder):
         say(f"replica 0 was lost before the end; the finished run is {result.run}")
@@ -89,7 +90,8 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
 
 def _join(config: Config, say: Callable[[str], None], debug: bool) -> Result | None:
     """This machine's share of a run over several; the summary where the first stage is."""
-    prepare(config)
+    if config.data.source == "local":
+        prepare(config)
     network, share = config.network, config.pipeline.stages // config.network.needed
     replica = "" if network.replica is None else f"-{network.replica}"
     met = meeting(network, f"thinpipe-{config.run.name}{replica}", say=say)
@@ -126,7 +128,7 @@ def join(config: Config, topology: Topology, scratch: Path) -> None:
 
 
 def train_together(
-    config: Config, topology: Topology, say: Callable[[str], None] = _say, opened: Callable[[str], None] = lambda _: None
+    config: Config, topology: Topology, say: Callable[[str], None] = tell, opened: Callable[[str], None] = lambda _: None
 ) -> Result | None:
     """Train as one of the processes that someone started; the first one opens the run for all. COLLECTIVE.
 
@@ -146,7 +148,8 @@ def train_together(
         try:
             config, folder, remarks = open_run(config)
             done = finished(folder, config)
-            facts = {"dir": str(folder), "segments": config.segments, "done": done and asdict(done)}
+            compression = {"segments": config.segments, "static_seed": config.static_seed}
+            facts = {"dir": str(folder), "compression": compression, "done": done and asdict(done)}
             for remark in remarks:
                 say(remark)
         except ThinpipeError as error:
@@ -156,12 +159,12 @@ def train_together(
         raise ThinpipeError(facts["error"])
     if facts["done"] is not None:
         if topology.is_first:
-            say(f"{facts['dir']} is finished; raise train.steps to train on")
+            say(whats_finished(facts["dir"], config))
         return Result(**facts["done"]) if topology.is_first else None
     if not topology.is_first:
         values = to_dict(config)
         values["run"]["dir"] = facts["dir"]
-        values["compression"]["segments"] = facts["segments"]
+        values["compression"] |= facts["compression"]
         config = from_dict(values)
     Path(facts["dir"]).mkdir(parents=True, exist_ok=True)
     opened(facts["dir"])

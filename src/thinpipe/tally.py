@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Tally:
-    """One small message down the pipeline and one up (DESIGN.md, one step).
+    """One small message down the pipeline and one up.
 
     Fields add up over the stages. The last stage's gradients are finished first, so the running sums travel down behind the
     last gradients; the first stage knows the total at once, and it travels up ahead of the next step's first activation.

@@ -212,6 +212,11 @@ def _open_store(master: str, port: int, rank: int, world: int, deadline: timedel
     return dist.TCPStore(master, port, world, is_master=holds, timeout=deadline, master_listen_fd=listener)
 
 
+def usable_cores() -> int:
+    """Of this machine, by this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _stage_of(store: dist.Store, rank: int, world: int, wanted: int | None, before: int | None) -> int:
     """This process's stage: its machine's place is the one it wants, else the one it had before, else one that is left."""
     local, machine = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
@@ -224,6 +229,10 @@ def _stage_of(store: dist.Store, rank: int, world: int, wanted: int | None, befo
     places = {machine: wanted for machine, (wanted, _) in machines.items() if wanted is not None}
     if len(set(places.values())) != len(places):
         raise ThinpipeError("network.node_rank is the same on two machines; give each its own")
+    if places and max(places.values()) >= len(machines):
+        raise ThinpipeError(
+            f"network.node_rank = {max(places.values())} names no place: with {len(machines)} machines the last is {len(machines) - 1}"
+        )
     left = set(range(len(machines))) - set(places.values())
     # Who stays where it was has its checkpoints there; a machine without a past takes a lost one's place.
     for machine, (_, before) in sorted(machines.items()):

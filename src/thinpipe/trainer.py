@@ -21,6 +21,7 @@ from .checkpoint import Checkpointer, find, newest_step
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
 from .device import pick_device, share_cores, use_bf16
+from .errors import tell
 from .export import initial_from_llama
 from .generate import generate
 from .method import GradientStatistic, Subspace
@@ -28,9 +29,10 @@ from .metrics import Metrics, read_events, to_json, write_whole
 from .model import build_stages
 from .optim import Optimizer, clip_scale, learning_rate
 from .pipeline import Pipeline, share_owned, to_tensor
-from .planner import Choice
+from .planner import Choice, wire_bytes_per_token
 from .replicas import State, join_replicas
 from .run import TOKENIZER, Result, common_fields
+from .standing import wire_bytes
 from .tally import Tally
 from .topology import Topology
 from .watch import RankWatch, stream_writers
@@ -81,7 +83,7 @@ class Trainer:
         self.took_part = 0  # replicas, in the last step
         self.replicas.watch([(name, parameter) for name, parameter, _ in self.stage.roles()])
         resumed = self._resume()
-        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, self._say)
+        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         if resumed is not None:
@@ -108,19 +110,19 @@ class Trainer:
         losses: list[float] = []
         seconds: list[float] = []
         total, val_loss, stopped = Tally(), math.nan, False
-        while self.done_steps < self._last and not stopped:
+        while self.done_steps < config.train.last_step and not stopped:
             began = time.perf_counter()
             total = self.train_step(self.done_steps)
             seconds.append(time.perf_counter() - began)
             losses.append(total.loss)
-            stopped = total.stop > 0 and self.done_steps < self._last
+            stopped = total.stop > 0 and self.done_steps < config.train.last_step
             self._report(total, median(seconds[-20:]))
             if total.written + total.failed == self.here.stages:
                 self._told(self.checkpoints.commit())
             if self._is_spike(losses):
                 losses = losses[: len(losses) - self._roll_back()]
                 continue
-            if config.train.eval_every and self.done_steps % config.train.eval_every == 0 and self.done_steps < self._last:
+            if config.train.eval_every and self.done_steps % config.train.eval_every == 0 and self.done_steps < config.train.last_step:
                 val_loss = self.evaluate()
             if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0 and not self.refused_in_a_row:
                 self.save()
@@ -135,6 +137,8 @@ class Trainer:
             self.metrics.close()
             raise launch.Stopped
         val_loss = self.evaluate()
+        if not seconds:  # this life had nothing left to train
+            losses, seconds, total = self._told_before()
         result = self._result(total, losses, val_loss, seconds)
         self.metrics.close()
         return result
@@ -143,7 +147,7 @@ class Trainer:
         """One optimizer step over all stages; returns what all stages know of it."""
         config = self.config
         self.optimizer.zero_grad()
-        loss = self.pipeline.step(self.batch(step), another=step + 1 < self._last)
+        loss = self.pipeline.step(self.batch(step), another=step + 1 < self.config.train.last_step)
         own = self._own_tally(loss)
         moves = self._moves(step + 1)
         total = self.pipeline.tally(own, settle=not moves)
@@ -172,7 +176,7 @@ class Trainer:
                 self.statistic.drop()
             self._refuse(step + 1)
         self.done_steps = step + 1
-        self.replicas.stepped(self.done_steps, self.done_steps == self._last, settle=not moves)
+        self.replicas.stepped(self.done_steps, self.done_steps == self.config.train.last_step, settle=not moves)
         if moves:
             assert isinstance(self.stage.method, Subspace)
             self.move_subspace(self.stage.method, self.batch(step))
@@ -200,7 +204,7 @@ class Trainer:
         """Return to the newest checkpoint and go on with the batches that follow those seen; the number of steps undone."""
         self._told(self.checkpoints.finish())
         spiked, at = self.done_steps, self.checkpoints.newest
-        found = None if at is None else find(self.folder / "checkpoints", self.here, self.wants, self._say)
+        found = None if at is None else find(self.folder / "checkpoints", self.here, self.wants, tell)
         if found is None or found.step != at:
             raise ThinpipeError(f"the loss of step {spiked} is a spike, and there is no checkpoint to roll back to; save more often")
         self._load(found.tensors(self.wants(set(found.names))))
@@ -252,12 +256,6 @@ class Trainer:
         for tensor, mean in zip(own, self.replicas.average(own), strict=True):
             tensor.copy_(mean)
 
-    @property
-    def _last(self) -> int:
-        """Steps that are done when this life of the run ends by itself."""
-        train = self.config.train
-        return min(train.steps, train.stop_at or train.steps)
-
     def batch(self, step: int) -> torch.Tensor | None:
         """This replica's share of the step's tokens, (share, context + 1), or None where the ids come over the boundary."""
         if self.data is None:
@@ -306,8 +304,8 @@ class Trainer:
             return
         basis_DK = self.stage.method.basis
         assert basis_DK is not None
-        if self.here.is_last:
-            found = find(Path(source) / "checkpoints", None, {"basis/U"}, self._say)
+        if self.here.is_last and newest_step(self.folder / "checkpoints") is None:
+            found = find(Path(source) / "checkpoints", None, {"basis/U"}, tell)
             if found is None:
                 raise ThinpipeError(f"compression.init_from = {source!r} has no checkpoint; give a run that has one")
             basis_DK.copy_(found.tensor("basis/U"))
@@ -377,16 +375,16 @@ class Trainer:
         if self.statistic is not None:  # the other's tokens are in its own already
             self.statistic.reset()
         if self.here.is_first:
-            self._say(f"took over the state of step {self.done_steps} from another replica")
+            tell(f"took over the state of step {self.done_steps} from another replica")
 
     def _resume(self) -> int | None:
-        found = find(self.folder / "checkpoints", self.here, self.wants, self._say)
+        found = find(self.folder / "checkpoints", self.here, self.wants, tell)
         if found is None:
             folder = self.folder / "checkpoints"
             if any(step is not None for step in self.here.gather(newest_step(folder))):
                 raise ThinpipeError(f"no checkpoint in {folder} is whole; bring its files, or remove the folder to begin anew")
             if self.here.is_first and any(event["event"] == "step" for event in read_events(self.folder / "metrics.jsonl")):
-                self._say(f"{folder} holds no checkpoint; training begins anew")
+                tell(f"{folder} holds no checkpoint; training begins anew")
             return None
         if found.facts["data"] != self.digest:
             raise ThinpipeError(f"the data differs from that of {found.folder}; bring the same files and tokenizer, or start a new run")
@@ -394,7 +392,7 @@ class Trainer:
         unsaid = {"skipped_batches": 0, "refused_in_a_row": 0, "sequences": found.step * self.config.train.batch}
         self._go_on(unsaid | found.facts | {"step": found.step})
         if self.here.is_first:
-            self._say(f"resumed from step {found.step}")
+            tell(f"resumed from step {found.step}")
         return found.step
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -417,10 +415,6 @@ class Trainer:
         if run.prometheus is not None and self.replicas.number == 0:
             metrics.serve(run.prometheus, str(self.folder), lambda: self.checkpoints.newest)
         return metrics
-
-    @staticmethod
-    def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
     def _own_tally(self, loss: float) -> Tally:
         wire, state = self.pipeline.take_wire(), self.checkpoints.state
@@ -479,8 +473,15 @@ class Trainer:
     def _wire_per_token(self, total: Tally) -> tuple[float, bool]:
         boundaries = self.here.stages - 1
         if not boundaries:
-            return float(self.stage.codec.wire_bytes(self.stage.method.wire_width)), False
+            return wire_bytes_per_token(self.config), False
         return (total.wire_forward + total.wire_backward) / (self.stage.batch_tokens * boundaries * 2), True
+
+    def _told_before(self) -> tuple[list[float], list[float], Tally]:
+        """The steps' losses and seconds, and the last one's traffic, as earlier lives have written them (the first stage does)."""
+        steps = [event for event in read_events(self.folder / "metrics.jsonl") if event["event"] == "step"] if self.here.is_first else []
+        losses, seconds = ([float(step.get(key) or math.nan) for step in steps] for key in ("loss", "seconds"))
+        forward, backward = wire_bytes(steps[-1]) if steps else (0, 0)
+        return losses, seconds, Tally(wire_forward=forward, wire_backward=backward)
 
     def _result(self, total: Tally, losses: list[float], val_loss: float, seconds: list[float]) -> Result | None:
         stage, config = self.stage, self.config
@@ -491,7 +492,7 @@ class Trainer:
         if not self.here.is_first:
             return None
         steady = seconds[max(3, len(seconds) // 10) :] or seconds or [math.nan]
-        tail = losses[-max(1, min(50, len(losses) // 10)) :] or [math.nan]
+        tail = [loss for loss in losses[-max(1, min(50, len(losses) // 10)) :] if math.isfinite(loss)] or [math.nan]
         per_token, measured = self._wire_per_token(total)
         dense = 2.0 * stage.spec.width
         result = Result(
@@ -526,7 +527,10 @@ class Trainer:
         """What the model writes after train.sample, decoded over the pipeline; "" without a tokenizer or prompt."""
         prompt: list[int] = []
         if self.data is not None and self.data.tokenizer is not None and self.here.is_first:
-            prompt = self.data.encode(self.config.train.sample)[: self.stage.spec.context]
+            try:
+                prompt = self.data.encode(self.config.train.sample)[: self.stage.spec.context]
+            except ThinpipeError as error:
+                self._told(f"no sample: {error}")
         prompt = self.here.gather(prompt)[0]
         if not prompt:
             return ""

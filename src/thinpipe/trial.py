@@ -17,7 +17,7 @@ from .lab import Host, Lab, Link, Measured, lab, parse_links, unavailable
 from .lab.paths import slower
 from .metrics import to_json, write_whole
 from .planner import find_gpu, plan
-from .run import finished, of_replica, open_run, result_of_any
+from .run import finished, finished_by_any, of_replica, open_run, whats_finished
 
 _PORT = 29400
 _BUSY = 0.5  # share of a core above which the emulator, not the link, may be what binds
@@ -37,19 +37,18 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         launch.Stopped: the run was stopped by a signal, after saving.
     """
     stages, replicas = config.check().pipeline.stages, config.pipeline.replicas
-    links = parse_links(text, stages * replicas - 1, where)
-    if replicas > 1 and len(set(links)) > 1:
-        raise ThinpipeError(f"{where} = {text!r} has different links for the boundaries; with pipeline.replicas above 1 give one for all")
+    links = lab_links(config, text, where)
     if (missing := unavailable()) is not None:
         raise ThinpipeError(missing)
     config, folder, remarks = open_run(config)
     for remark in remarks:
         say(remark)
     if finished(folder, config) is not None:
-        raise ThinpipeError(f"{folder} is finished; raise train.steps, or leave run.dir out for a new run")
+        raise ThinpipeError(f"{whats_finished(folder, config)}, or leave run.dir out for a new run")
     vocab, costs = prepare(config).vocab, calibrate(config, debug)
     with lab(links, stages * replicas, seed=config.run.seed) as net:
-        links, achieved = links[: stages - 1], net.measure()[: stages - 1]
+        shown = max(1, stages - 1)  # links; without boundaries, the one that replicas average over
+        links, achieved = links[:shown], net.measure()[:shown]
         for i, (link, got) in enumerate(zip(links, achieved, strict=True)):
             say(
                 f"boundary {i}: asked {link}; one connection moves {got.rate:.1f} Mbit/s, "
@@ -58,11 +57,11 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         planned = plan(config, vocab, as_achieved(links, achieved), find_gpu("cpu"), costs=costs)
         say(f"planned: {planned.seconds_per_step:.3f} s per step ({planned.schedule}), bound by {planned.bound}")
         net.emulator_cpu()  # from here on
-        run_hosts(net, folder, replicas, say, debug)
+        run_hosts(net, folder, config, say, debug)
         cpu = net.emulator_cpu()
     if cpu > _BUSY:
         say(f"the emulator took {cpu:.0%} of a core: this figure may be bound by it, not by the link")
-    result = result_of_any(folder, replicas)
+    result = finished_by_any(folder, config)
     assert result is not None
     told = asdict(result) | {
         "link": text,
@@ -72,6 +71,15 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
     }
     write_whole(folder / "lab.json", to_json(told))
     return told
+
+
+def lab_links(config: Config, text: str, where: str) -> tuple[Link, ...]:
+    """The links between all processes of a run, replica by replica. Raises ThinpipeError that names `where` if they aren't."""
+    pipeline = config.pipeline
+    links = parse_links(text, pipeline.stages * pipeline.replicas - 1, where)
+    if pipeline.replicas > 1 and len(set(links)) > 1:
+        raise ThinpipeError(f"{where} = {text!r} has different links for the boundaries; with pipeline.replicas above 1 give one for all")
+    return links
 
 
 def as_achieved(links: Sequence[Link], achieved: Sequence[Measured]) -> list[Link]:
@@ -89,7 +97,7 @@ def as_achieved(links: Sequence[Link], achieved: Sequence[Measured]) -> list[Lin
     return found
 
 
-def run_hosts(net: Lab, folder: Path, replicas: int, say: Callable[[str], None], debug: bool = False) -> None:
+def run_hosts(net: Lab, folder: Path, config: Config, say: Callable[[str], None], debug: bool = False) -> None:
     """`thinpipe train` for the run in `folder` on every host of the lab at once, replica by replica, until all have ended.
 
     The first host writes to this terminal, the others to RUN/logs.
@@ -98,13 +106,13 @@ def run_hosts(net: Lab, folder: Path, replicas: int, say: Callable[[str], None],
         ThinpipeError: a host's own words.
         launch.Stopped: a stop was asked for, and the run has saved.
     """
-    hosts = net.hosts
+    hosts, replicas = net.hosts, config.pipeline.replicas
     commands = [
         train_on(hosts, i, folder / "config.toml", folder, *(["--debug"] if debug else []), replicas=replicas) for i in range(len(hosts))
     ]
     logs = [folder / "logs" / f"host-{i}.txt" for i in range(len(hosts))]
     launch.side_by_side(
-        commands, len(hosts), logs, "host {} of the lab", lambda: replicas > 1 and result_of_any(folder, replicas) is not None, say
+        commands, len(hosts), logs, "host {} of the lab", lambda: replicas > 1 and finished_by_any(folder, config) is not None, say
     )
 
 

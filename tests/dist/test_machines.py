@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from test_command import command, finish, start, write
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from thinpipe.config import NetworkConfig, ThinpipeError
 from thinpipe.meeting import check_clock, keep_time, meeting
 from thinpipe.metrics import read_events
+from thinpipe.topology import _stage_of
 
 
 def free_port() -> int:
@@ -56,6 +57,31 @@ def test_two_machines_of_one_place_are_told(tmp_path: Path, corpus: dict[str, An
     machines = [start(tmp_path, "train", path, *meet, "--network.addr", f"127.0.0.{address}") for address in (1, 2)]
     for status, _, err in [finish(machine) for machine in machines]:
         assert status == 2 and "network.node_rank is the same on two machines" in err and "Traceback" not in err
+        assert err.count("node_rank") == 1, err
+
+
+def test_a_place_that_is_not_there_is_told() -> None:
+    """Under torchrun, where the config doesn't say how many machines there are."""
+    with pytest.raises(ThinpipeError, match=r"network\.node_rank = 3 names no place: with 1 machines the last is 0"):
+        _stage_of(HashStore(), 0, 1, 3, None)
+
+
+@pytest.mark.slow
+def test_what_only_the_first_stage_has_reaches_the_others(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """The corpus (data.source "first"), and the static embedding of the run whose basis this one begins with."""
+    source = str(write(tmp_path, corpus, compression={"move_every": 2}))
+    status, _, err = command(tmp_path, "train", source, "--run.dir", "source", "--run.seed", "3")
+    assert status == 0, err
+    meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2", "--run.dir", "r", "--pipeline.stages", "2"]
+    meet += ["--compression.init-from", "source", "--data.source", "first"]
+    nowhere = ["--data.files", "nowhere/*.txt"]
+    machines = [
+        start(tmp_path, "train", source, *meet, "--network.addr", f"127.0.0.{1 + place}", "--network.node-rank", str(place), *more)
+        for place, more in enumerate(([], nowhere))
+    ]
+    for status, _, err in [finish(machine) for machine in machines]:
+        assert status == 0, err
+    assert "static_seed = 3" in (tmp_path / "r/config.toml").read_text()
 
 
 def test_a_config_that_differs_is_found_at_the_start(tmp_path: Path, corpus: dict[str, Any]) -> None:
@@ -72,7 +98,7 @@ def test_a_machine_that_does_not_come_is_waited_for_aloud_and_not_for_ever(tmp_p
     path = str(write(tmp_path, corpus, pipeline={"stages": 2}))
     meet = ["--network.rdzv", f"127.0.0.1:{free_port()}", "--network.nodes", "2", "--network.patience", "6"]
     status, _, err = command(tmp_path, "train", path, *meet)
-    assert status == 2 and "waiting for 1 of 2 machines; 127.0.0.1 here" in err and "did not meet at 127.0.0.1:" in err, err
+    assert status == 1 and "waiting for 1 of 2 machines; 127.0.0.1 here" in err and "did not meet at 127.0.0.1:" in err, err
     assert "within 6 s (network.patience)" in err and "Traceback" not in err
 
 
@@ -90,6 +116,7 @@ def test_a_meeting_that_can_not_be_is_told_before_anything_starts() -> None:
     assert told == [f"waiting for 127.0.0.1:{port} ([Errno 111] Connection refused) ..."]
     with socket.create_server(("127.0.0.1", port)):
         met = meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}", addr="127.0.0.2", nodes=2), "m")
+    assert meeting(NetworkConfig(rdzv=f"127.0.0.1:{port}", addr="localhost"), "m").is_host, "an address given by name"
     assert (met.address, met.is_host, met.nodes, met.name) == ("127.0.0.2", False, 2, "m")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -56,6 +57,7 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_used(lives: Path, tmp_p
     run = shutil.copytree(lives / "whole", tmp_path / "run")
     whole, *rest = sorted((run / "checkpoints").iterdir())
     step, before = int(whole.name.removeprefix("step-")), losses(run)
+    (run / "result.json").unlink(missing_ok=True)  # which tells of more steps than will be left
     damages = [
         ("stage-1-of-2.safetensors", flip, "is damaged"),
         ("stage-0-of-2.safetensors", cut, "bytes instead of"),
@@ -105,6 +107,17 @@ def test_other_data_is_refused_and_changes_nothing(lives: Path, tmp_path: Path, 
     with connect(20) as alone, pytest.raises(ThinpipeError, match=f"the data differs from that of {run}/checkpoints/step"):
         Trainer(config, alone, run)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_signals_are_the_callers_again_behind_a_training(tmp_path: Path) -> None:
+    """Who trains from a program of his own keeps his Ctrl-C."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    launch.side_by_side([[sys.executable, "-c", ""]], 1, [tmp_path / "log"], "{}", lambda: True, print)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    (tmp_path / "config.toml").write_text("[model]\nwidht = 1\n")
+    with pytest.raises(ThinpipeError, match=r"model\.widht"):
+        launch.start("train", tmp_path, 1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_the_agents_sigterm_hides_no_failure() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from thinpipe.config import ThinpipeError
 from thinpipe.lab import Lab, Link, clean, lab, leftovers, parse_link, parse_links, unavailable
-from thinpipe.lab.emulator import Queue
+from thinpipe.lab.emulator import Netem, Queue
 from thinpipe.lab.measure import _connected, _ping
 from thinpipe.lab.namespaces import emulators, inside, lab_name, names, owned_by_the_dead, processes_in, start_time
 from thinpipe.lab.network import _packet_bytes
@@ -419,3 +419,10 @@ assert os.listdir("/var/run/netns") == []
 def test_lab_in_a_user_namespace() -> None:
     done = subprocess.run(["unshare", "-rmn", sys.executable, "-c", _ROOTLESS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_second_that_passes_meanwhile_is_no_wait_of_less_than_nothing() -> None:
+    """Redrawing many rates takes time; select takes no negative timeout."""
+    late = Netem([], [], 0)
+    late.hops, late.began = [Hop(rate=1e6, delay=0.01, jitter=1e5)], time.monotonic() - 3
+    assert late.wait() == 0

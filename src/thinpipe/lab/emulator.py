@@ -133,7 +133,7 @@ class Netem:
         self._apply(range(len(hops)))
 
     def wait(self) -> float | None:
-        return self.began + self.second + 1 - time.monotonic() if any(hop.jitter for hop in self.hops) else None
+        return max(0.0, self.began + self.second + 1 - time.monotonic()) if any(hop.jitter for hop in self.hops) else None
 
     def work(self, ready: Sequence[int]) -> None:
         second = int(time.monotonic() - self.began)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config import CompressionConfig, Config
+from ..config import WITHOUT_RANK, CompressionConfig, Config
 from ..sizes import ModelSpec
 
 _NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -19,7 +19,6 @@ _ID_BYTES = 4  # token ids travel as int32
 _INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 _SCALE_BYTES = 2  # integers have one bfloat16 scale per token
 _INDEX_BYTES = 2  # of a kept entry; enough for widths to 65,536
-WITHOUT_RANK = ("none", "quantize")  # methods that send the full width
 
 
 def wire_bytes(compression: CompressionConfig, width: int) -> int:

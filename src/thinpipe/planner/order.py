@@ -13,7 +13,7 @@ from itertools import pairwise, permutations
 from statistics import fmean
 
 from .. import schedule
-from ..config import Config
+from ..config import WITHOUT_RANK, Config
 from ..lab import Link, Measured
 from .costs import GPU, Costs, costs_by_formula
 from .planning import largest_rank, resolve_schedule
@@ -82,7 +82,7 @@ def recommend(matrix: Matrix, config: Config, vocab: int, gpu: GPU) -> Recommend
         best = present
     links = chain(matrix, best, costs.stages)
     chosen = largest_rank(config, vocab, links, gpu, None)
-    rank = None if chosen.compression.method == "none" else chosen.compression.rank
+    rank = None if chosen.compression.method in WITHOUT_RANK else chosen.compression.rank
     return Recommendation(best, rank, tried[present], tried[best], seconds(chosen, links))
 
 

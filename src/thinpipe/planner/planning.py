@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import schedule
-from ..config import Config
+from ..config import WITHOUT_RANK, Config
 from ..errors import ThinpipeError
 from ..lab import Link
 from ..lab.paths import is_star
 from .costs import GPU, Costs, costs_by_formula, with_averages
 from .counts import (
-    WITHOUT_RANK,
     Memory,
     message_bytes,
     parameters,

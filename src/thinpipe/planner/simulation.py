@@ -18,7 +18,7 @@ from ..schedule import Action
 from .costs import Costs
 from .network import Clock, Cores, Message, Network, Process
 
-_TALLY_BYTES = 64  # eight float64 numbers
+TALLY_BYTES = 88  # eleven float64 numbers
 _STEPS = 2  # later steps take as long as the second in all that we tried
 
 Work = Literal["forward", "backward", "optimizer", "send_forward", "send_backward", "tied", "tally"]
@@ -187,5 +187,5 @@ class _Simulation:
     def _message(self, step: int, kind: Work, m: int, source: int, target: int) -> Message:
         key = (step, kind, m, source, target)
         if key not in self.messages:
-            self.messages[key] = Message(source, target, self.sizes.get(kind, _TALLY_BYTES))
+            self.messages[key] = Message(source, target, self.sizes.get(kind, TALLY_BYTES))
         return self.messages[key]
