@@ -253,11 +253,11 @@ def plot(tier: int, groups: Results) -> Path:
 
     gap, saved = gaps(groups), savings(groups)
     families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
-    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank")
+    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank", "projected, tables, local loss")
     figure = Figure(figsize=(5.0, 5.2), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
-    for family, colour, marker in zip(families, (*COLOURS, "#999999"), "os^vDPX*", strict=True):
+    for family, colour, marker in zip(families, (*COLOURS, "#999999", "#8c564b"), "os^vDPX*p", strict=True):
         # Rows as they come, without those in which something else is tried.
         plain = re.compile(re.escape(family) + (r" \d bits" if family == "quantize" else r",? 1/\d+"))
         members = sorted((name for name in gap if plain.fullmatch(name)), key=lambda name: saved[name])

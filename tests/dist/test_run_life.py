@@ -86,7 +86,7 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_used(lives: Path, tmp_p
 
     for folder in (whole, rest[0]):  # the last two that are whole
         flip(folder / "stage-0-of-2.safetensors")
-    asked = [start(tmp_path, *words.split()) for words in ("train --run.dir run", "eval run")]
+    asked = [start(tmp_path, *words.split()) for words in (f"train --run.dir run --train.stop-at {step + 2}", "eval run")]
     for status, _, err in map(finish, asked):
         assert status == 2 and "no whole checkpoint in run/checkpoints" in err and "Traceback" not in err, err
         assert f"{rest[-1].name}/{damages[-1][0]} is missing" in err and "move the folder away to start anew" in err, err
