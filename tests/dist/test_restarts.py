@@ -51,7 +51,7 @@ def test_losses_that_bring_no_checkpoint_are_counted(undisturbed: Path, tmp_path
         assert gone(list(stages.values())), life
         (tmp_path / "run/metrics.jsonl").unlink()
     status, _, err = finish(process)
-    assert status == 2 and "starting again from the beginning (1 of 1)" in err, err
+    assert status == 1 and "starting again from the beginning (1 of 1)" in err, err
     assert [line for line in err.splitlines() if line.startswith("thinpipe:")] == err.splitlines()[-1:] and "killed by SIGKILL" in err
 
 
