@@ -104,7 +104,7 @@ class Plan(Output, Config):
     link: str | None = None
     """Links, in place of plan.link: 80mbit,25ms, or one for each boundary joined by "/"."""
     timeline: str | None = None
-    """Write the timeline of a step to this PNG file."""
+    """Write the timeline of a step to this file, as PNG."""
     calibrate: bool = False
     """Measure what the stages cost on this machine, all of them at once, instead of counting for plan.gpu."""
     suggest: bool = False
@@ -661,6 +661,11 @@ def _plain_error(box: str, command: str) -> str:
     ends = [i for i, line in enumerate(lines) if line.startswith(("Argument helptext", "For full helptext"))]
     text = " ".join(lines[: ends[0] if ends else None])
     text = re.sub(r" *\(default:.*?\)", "", text.removeprefix("Error parsing ")).strip().rstrip(".")
+    text, _, meant = text.partition(" Perhaps you meant: ")
+    if options := dict.fromkeys(re.findall(r"--[\w.-]+", meant)):
+        text += f"; perhaps you meant {' or '.join(options)}"
+    elif text.endswith(".toml"):
+        text += "; a CONFIG.toml goes before the options"
     return f"{text[:300]}; see thinpipe {command} --help"
 
 
