@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -387,7 +388,9 @@ def _plan(args: Plan) -> dict[str, Any]:
     suggestion = suggest(config, vocab, links, gpu) if args.suggest else None
     planned = suggestion.plan if suggestion else plan(config, vocab, links, gpu, costs=costs, tokens=config.plan.tokens)
     if args.timeline is not None:
-        draw_timeline(planned.timeline, args.timeline)
+        from .report import write_picture
+
+        write_picture(Path(args.timeline), partial(draw_timeline, planned.timeline))
     result = planned.as_dict()
     if suggestion:
         chosen = suggestion.config

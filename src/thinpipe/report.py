@@ -118,8 +118,11 @@ def write_picture(path: Path, write: Callable[[Path], None]) -> None:
         write(beside)
         with Image.open(beside) as picture:
             small = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        small.save(beside)
+        small.save(beside, format="PNG")
         beside.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # the one that was asked for
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -157,13 +156,4 @@ def _figure(width: float, height: float) -> tuple[Any, Axes]:
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")  # whole or not at all
-    try:
-        figure.savefig(beside, format="png", bbox_inches="tight", metadata={"Software": None})
-        beside.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # the one that was asked for
-        raise
-    finally:
-        beside.unlink(missing_ok=True)
+    figure.savefig(path, format="png", bbox_inches="tight", metadata={"Software": None})
