@@ -230,6 +230,7 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     groups: dict[str, Any] = {"compression": {"move_every": 2, "segments": 8, "rank": 8}}
     run(config(tmp_path / "source", corpus, **groups))
     warm = {"compression": groups["compression"] | {"init_from": str(tmp_path / "source")}}
+    open_run(config(tmp_path / "warm", corpus, **groups, run={"dir": str(tmp_path / "warm"), "seed": 5}))  # never began: binds nothing
     opened, folder, _ = open_run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5}))
     assert opened.static_seed == 0 and opened.run.seed == 5
     with connect(30) as alone:

@@ -334,8 +334,8 @@ class Config:
         return self
 
 
-# Far beyond use; more would keep checks, plans and the tokenizer's training busy for ever, or fill all memory.
 WITHOUT_RANK = ("none", "quantize")  # methods that send the full width
+# Far beyond use; more would keep checks, plans and the tokenizer's training busy for ever, or fill all memory.
 LARGEST_VOCAB = 1 << 24
 _MOST_LAYERS, _MOST_SEQUENCES = 10_000, 1_000_000
 

@@ -82,9 +82,9 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
         if folder is None:
             folder = _new_folder(config.run.name)
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "config.toml").exists() and any((folder / each).exists() for each in ("metrics.jsonl", "checkpoints")):
+        if _has_begun(folder):
             config, remarks = _agree(load(folder / "config.toml"), config)
-        elif any(folder.iterdir()) and not (folder / "config.toml").exists():  # with one alone: a run that has not begun
+        elif any(folder.iterdir()) and not (folder / "config.toml").exists():
             raise ThinpipeError(f"run.dir = {str(folder)!r} is not empty and holds no run; give a new folder")
         segments = replace(config.compression, segments=config.segments)
         config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
@@ -104,6 +104,11 @@ def of_replica(folder: Path, replica: int, replicas: int) -> list[str]:
     return ["--network.replica", str(replica), "--run.dir", str(folder / "replicas" / str(replica) if replica else folder)]
 
 
+def _has_begun(folder: Path) -> bool:
+    """Whether a run is bound to the config in its folder; one that failed before its first event or checkpoint takes another."""
+    return (folder / "config.toml").exists() and any((folder / each).exists() for each in ("metrics.jsonl", "checkpoints"))
+
+
 def with_tokenizer(config: Config) -> Config:
     """A model that starts from another's weights speaks that one's ids."""
     if config.model.init_from is None or config.data.tokenizer is not None:
@@ -117,7 +122,7 @@ def _with_static_seed(config: Config, folder: Path | None) -> Config:
     source = config.compression.init_from
     if source is None:
         return config
-    if folder is not None and (folder / "config.toml").is_file():
+    if folder is not None and _has_begun(folder):
         seed = load(folder / "config.toml").compression.static_seed
     else:
         seed = _agreeing(source, config).static_seed

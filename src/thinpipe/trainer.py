@@ -147,7 +147,7 @@ class Trainer:
         """One optimizer step over all stages; returns what all stages know of it."""
         config = self.config
         self.optimizer.zero_grad()
-        loss = self.pipeline.step(self.batch(step), another=step + 1 < self.config.train.last_step)
+        loss = self.pipeline.step(self.batch(step), another=step + 1 < config.train.last_step)
         own = self._own_tally(loss)
         moves = self._moves(step + 1)
         total = self.pipeline.tally(own, settle=not moves)
@@ -176,7 +176,7 @@ class Trainer:
                 self.statistic.drop()
             self._refuse(step + 1)
         self.done_steps = step + 1
-        self.replicas.stepped(self.done_steps, self.done_steps == self.config.train.last_step, settle=not moves)
+        self.replicas.stepped(self.done_steps, self.done_steps == config.train.last_step, settle=not moves)
         if moves:
             assert isinstance(self.stage.method, Subspace)
             self.move_subspace(self.stage.method, self.batch(step))
