@@ -3,8 +3,9 @@
     python benchmarks/learning.py --tier 1 [--jobs 2] [--only NAME ...] [--plot]
 
 Every run is one process with one thread: the loss doesn't depend on the number of stages. Tier 1: d = 128, 8 layers,
-4 segments, 1 M tokens; tier 2: d = 192, 3 M tokens, two seeds; tier 3: one pair for 20 M tokens;
-tier 4: other widths and depths. What is stored isn't run again, and a run that was cut goes on from its last checkpoint in runs/.
+4 segments, 1 M tokens; tier 2: d = 192, 3 M tokens, two seeds (one for swept rates); tier 3: one pair for 20 M tokens;
+tier 4: tier 1 at another width and another depth. What is stored isn't run again, and a run that was cut goes on from its
+last checkpoint in runs/.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from thinpipe.config import Config, dump, from_dict
 from thinpipe.data import prepare
 from thinpipe.metrics import read_events, write_whole
+from thinpipe.report import COLOURS, DPI, clean
 
 DOCS = Path(__file__).parents[1] / "docs"
 RUNS = Path(__file__).parents[1] / "runs"
@@ -56,6 +61,7 @@ def compressed(method: str, rank: int = 0, **more: Any) -> Groups:
 
 
 BEST: dict[str, Any] = {"wire": "int4", "stage_table": "full", "local_loss": 0.3}
+BEST_NAME = "projected, tables, local loss, int4"
 
 
 def rate(lr: float) -> Groups:
@@ -77,9 +83,8 @@ def screening(d: int) -> dict[str, Groups]:
     runs |= {f"dense, lr {lr:g}": dense | rate(lr) for lr in (2e-3, 4e-3, 1.2e-2, 1.6e-2)}
     runs["dense, tables"] = compressed("none", stage_table="full")
     runs["dense, tables, local loss"] = compressed("none", stage_table="full", local_loss=0.3)
-    best = "projected, tables, local loss, int4"
     for ratio in (32, 16, 8, 64):
-        runs[f"{best}, 1/{ratio}"] = packed("projected", d, ratio)
+        runs[f"{BEST_NAME}, 1/{ratio}"] = packed("projected", d, ratio)
         runs[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
     for ratio in (32, 16, 8, 64):
         runs[f"subspace, tables, local loss, int4, 1/{ratio}"] = packed("subspace", d, ratio) | SLOW
@@ -92,16 +97,16 @@ def screening(d: int) -> dict[str, Groups]:
     runs["projected, tables, int4, 1/32, static rows of 0.5"] = packed("projected", d, 32, local_loss=0.0, static_scale=0.5)
     runs["projected, tables, int4, 1/32, lr 0.008"] = packed("projected", d, 32, local_loss=0.0) | rate(8e-3)
     runs["projected, int4, 1/32"] = packed("projected", d, 32, stage_table=0, local_loss=0.0)
-    runs |= {f"{best}, 1/32, weight {w:g}": packed("projected", d, 32, local_loss=w) for w in (0.1, 1.0)}
+    runs |= {f"{BEST_NAME}, 1/32, weight {w:g}": packed("projected", d, 32, local_loss=w) for w in (0.1, 1.0)}
     runs |= {f"projected, tables, local loss, int{b}, 1/{r}": packed("projected", d, r, b) for b in (8, 2) for r in (32, 16, 8)}
     runs["projected, tables of rank 32, local loss, int4, 1/32"] = packed("projected", d, 32, stage_table=32)
     for layers in ([1, 2, 2, 3], [3, 2, 2, 1]):
-        name = f"{best}, 1/32, layers " + " ".join(map(str, layers))
+        name = f"{BEST_NAME}, 1/32, layers " + " ".join(map(str, layers))
         runs[name] = packed("projected", d, 32) | {"pipeline": {"layers_per_segment": layers}}
-    runs |= {f"{best}, 1/{ratio}, lr 0.008": packed("projected", d, ratio) | rate(8e-3) for ratio in (32, 16)}
-    runs |= {f"{best}, 1/{ratio}, lr 0.004": packed("projected", d, ratio) | SLOW for ratio in (32, 16)}
-    runs |= {f"{best}, 1/{ratio}, gradients to the nearest": packed("projected", d, ratio, rounding="nearest") for ratio in (32, 16)}
-    runs[f"{best}, 1/32, Muon"] = packed("projected", d, 32) | {"optim": {"lr": 6e-3, "hidden": "muon"}}
+    runs |= {f"{BEST_NAME}, 1/{ratio}, lr 0.008": packed("projected", d, ratio) | rate(8e-3) for ratio in (32, 16)}
+    runs |= {f"{BEST_NAME}, 1/{ratio}, lr 0.004": packed("projected", d, ratio) | SLOW for ratio in (32, 16)}
+    runs |= {f"{BEST_NAME}, 1/{ratio}, gradients to the nearest": packed("projected", d, ratio, rounding="nearest") for ratio in (32, 16)}
+    runs[f"{BEST_NAME}, 1/32, Muon"] = packed("projected", d, 32) | {"optim": {"lr": 6e-3, "hidden": "muon"}}
     # Lossy: the stream itself, coded.
     runs |= {f"topk 1/{ratio}": compressed("topk", d // (2 * ratio)) | SLOW for ratio in (16, 8, 64)}
     runs |= {f"lowrank 1/{ratio}": compressed("lowrank", d // ratio) | SLOW for ratio in (16, 8, 64)}
@@ -143,24 +148,39 @@ def main_tier(d: int) -> dict[str, Groups]:
     return runs
 
 
+def shaped(d: int, layers: int, name: str) -> str:
+    return f"d {d}, {layers} layers, {name}"
+
+
 def sideways() -> dict[str, Groups]:
-    """Gap against k at other widths and depths (tier 1 has d = 128, 8 layers)."""
+    """Gap against k at another width and another depth."""
     runs: dict[str, Groups] = {}
     for d, layers in ((64, 8), (128, 16)):
         shape: Groups = {"model": sizes(d, 1)["model"] | {"layers": layers}}
         rows = {"dense": compressed("none")}
-        for ratio in (8, 32):
+        for ratio in (8, 16, 32):
             rows[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
-            rows[f"projected, tables, local loss, int4, 1/{ratio}"] = packed("projected", d, ratio)
-        runs |= {f"d {d}, {layers} layers, {name}": groups | shape for name, groups in rows.items()}
+            rows[f"{BEST_NAME}, 1/{ratio}"] = packed("projected", d, ratio)
+        runs |= {shaped(d, layers, name): groups | shape for name, groups in rows.items()}
     return runs
 
 
-TIERS: dict[int, tuple[Groups, dict[str, Groups], int]] = {
-    1: (sizes(128, 1e6), screening(128), 1),
-    2: (sizes(192, 3e6), main_tier(192), 2),
-    3: (sizes(192, 20e6), {name: main_tier(192)[name] for name in ("dense", "projected, tables, local loss, int4, 1/32")}, 1),
-    4: (sizes(128, 1e6), sideways(), 1),
+class Tier(NamedTuple):
+    base: Groups
+    runs: dict[str, Groups]
+    seeds: int = 1
+
+    def wanted(self) -> list[tuple[str, int]]:
+        """Names and seeds; a swept learning rate has one."""
+        return [(name, seed) for seed in range(self.seeds) for name in self.runs if seed == 0 or ", lr " not in name]
+
+
+PAIR = ("dense", f"{BEST_NAME}, 1/32")
+TIERS = {
+    1: Tier(sizes(128, 1e6), screening(128)),
+    2: Tier(sizes(192, 3e6), main_tier(192), seeds=2),
+    3: Tier(sizes(192, 20e6), {name: main_tier(192)[name] for name in PAIR}),
+    4: Tier(sizes(128, 1e6), sideways()),
 }
 
 
@@ -200,19 +220,31 @@ Results = dict[str, dict[str, dict[str, Any]]]  # by name and seed
 
 
 def by_name(tier: int) -> Results:
-    """Each run's results, of the seeds that dense has too."""
+    """Each run's results, of the seeds that its dense run has too."""
     groups: Results = {}
     for key, row in stored(tier).items():
         name, _, seed = key.partition("#")
         groups.setdefault(name, {})[seed] = row
-    seeds = groups.get("dense", {}).keys()
-    return {name: {seed: rows[seed] for seed in rows if seed in seeds} for name, rows in groups.items() if rows.keys() & seeds}
+    if tier == 4:  # tier 1 has the middle one of the shapes
+        rows = {re.sub(r"d \d+, \d+ layers, ", "", name) for name in TIERS[4].runs}
+        groups |= {shaped(128, 8, name): results for name, results in by_name(1).items() if name in rows}
+    shared = {name: rows.keys() & groups.get(dense_of(name), {}).keys() for name, rows in groups.items()}
+    return {name: {seed: groups[name][seed] for seed in sorted(seeds)} for name, seeds in shared.items() if seeds}
+
+
+def dense_of(name: str) -> str:
+    """The dense run of the same shape."""
+    shape = re.match(r"(d \d+, \d+ layers, )?", name)
+    assert shape
+    return shape.group() + "dense"
 
 
 def gaps(groups: Results) -> dict[str, float]:
     """How far each run's loss is above that of dense with the same seed, in percent; the mean over seeds."""
-    dense = groups["dense"]
-    return {name: 100 * mean(row["val_loss"] / dense[seed]["val_loss"] - 1 for seed, row in rows.items()) for name, rows in groups.items()}
+    return {
+        name: 100 * mean(row["val_loss"] / groups[dense_of(name)][seed]["val_loss"] - 1 for seed, row in rows.items())
+        for name, rows in groups.items()
+    }
 
 
 def savings(groups: Results) -> dict[str, float]:
@@ -227,7 +259,7 @@ def table(tier: int, groups: Results) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     gap, saved = gaps(groups), savings(groups)
-    for name in sorted(groups, key=lambda name: (saved[name], gap[name])):
+    for name in sorted(groups, key=lambda name: (dense_of(name), saved[name], gap[name])):
         rows = list(groups[name].values())
         first, losses = rows[0], [row["val_loss"] for row in rows]
         spread = f" ± {(max(losses) - min(losses)) / 2:.3f}" if len(losses) > 1 else ""
@@ -235,7 +267,8 @@ def table(tier: int, groups: Results) -> str:
             f"| {name} | {saved[name]:.3g}× | {mean(losses):.3f}{spread} | {math.exp(mean(losses)):.1f} | {gap[name]:+.1f}% "
             f"| {first['parameters'] / 1e6:.2f} | {first['tokens'] / first['parameters']:.2f} | {first['epochs']:.2f} | {len(rows)} |"
         )
-    return "\n".join([*lines, "", f"{len(groups.keys() & TIERS[tier][1].keys())} of {len(TIERS[tier][1])} rows."])
+    done, wanted = stored(tier), TIERS[tier].wanted()
+    return "\n".join([*lines, "", f"{sum(f'{name}#{seed}' in done for name, seed in wanted)} of {len(wanted)} runs."])
 
 
 def publish(tier: int, text: str) -> None:
@@ -246,41 +279,64 @@ def publish(tier: int, text: str) -> None:
 
 
 def plot(tier: int, groups: Results) -> Path:
-    """Gap to dense against bytes, all methods on it."""
-    from matplotlib.figure import Figure
-
-    from thinpipe.report import COLOURS, DPI, clean
-
-    gap, saved = gaps(groups), savings(groups)
-    families = ("subspace", "projected", "subspace, tables, local loss, int4", "projected, tables, local loss, int4")
-    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank", "projected, tables, local loss")
     figure = Figure(figsize=(5.0, 5.2), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
+    axes.axhline(0, color="#333333", linewidth=0.8)
+    axes.set_ylabel("validation loss above dense (%)")
+    {3: over_tokens, 4: over_shapes}.get(tier, over_bytes)(axes, groups)
+    figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9)
+    path = DOCS / f"learning-{tier}.png"
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def over_bytes(axes: Axes, groups: Results) -> None:
+    """All methods, each a line over the ratios it was run at."""
+    gap, saved = gaps(groups), savings(groups)
+    families = ("subspace", "projected", "subspace, tables, local loss, int4", BEST_NAME)
+    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank", "projected, tables, local loss")
     for family, colour, marker in zip(families, (*COLOURS, "#999999", "#8c564b"), "os^vDPX*p", strict=True):
         # Rows as they come, without those in which something else is tried.
         plain = re.compile(re.escape(family) + (r" \d bits" if family == "quantize" else r",? 1/\d+"))
         members = sorted((name for name in gap if plain.fullmatch(name)), key=lambda name: saved[name])
         if members:
-            axes.plot(
-                [saved[name] for name in members],
-                [gap[name] for name in members],
-                marker=marker,
-                color=colour,
-                label=family,
-                linewidth=1.3,
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([2, 4, 8, 16, 32, 64, 128], ["2×", "4×", "8×", "16×", "32×", "64×", "128×"])
-    axes.axhline(0, color="#333333", linewidth=0.8)
+            x, y = [saved[name] for name in members], [gap[name] for name in members]
+            axes.plot(x, y, marker=marker, color=colour, label=family, linewidth=1.3)
     if (control := "dense, tables, local loss") in gap:
         axes.axhline(gap[control], color="#333333", linewidth=0.8, linestyle="--", label=control)
+    ratio_axis(axes, (2, 4, 8, 16, 32, 64, 128))
+
+
+def over_tokens(axes: Axes, groups: Results) -> None:
+    """Inside this tier's runs, and inside tier 2's shorter ones, whose learning rate is at its end sooner."""
+    dense, best = PAIR
+    for colour, length, runs in zip(COLOURS, ("3 M", "20 M"), (by_name(2), groups), strict=False):
+        one, other = (dict(runs[name]["0"]["curve"]) for name in (dense, best))
+        steps = sorted(one.keys() & other.keys())
+        tokens = [step * 16 * 128 / 1e6 for step in steps]
+        gap = [100 * (other[step] / one[step] - 1) for step in steps]
+        axes.plot(tokens, gap, marker="o", color=colour, label=f"{best}, 1/32; {length} tokens", linewidth=1.3)
+    axes.set_xlabel("tokens (millions)")
+
+
+def over_shapes(axes: Axes, groups: Results) -> None:
+    gap, saved = gaps(groups), savings(groups)
+    shapes = sorted({dense_of(name).removesuffix("dense") for name in groups})
+    for method, marker, line in (("subspace", "o", "--"), (BEST_NAME + ",", "v", "-")):
+        for shape, colour in zip(shapes, COLOURS, strict=False):
+            members = sorted(
+                (name for name in groups if re.fullmatch(re.escape(shape + method) + r" 1/(8|16|32)", name)), key=lambda n: saved[n]
+            )
+            x, y = [saved[name] for name in members], [gap[name] for name in members]
+            axes.plot(x, y, marker=marker, linestyle=line, color=colour, label=(shape + method).rstrip(","), linewidth=1.3)
+    ratio_axis(axes, (8, 16, 32))
+
+
+def ratio_axis(axes: Axes, ratios: tuple[int, ...]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ratios, [f"{ratio}×" for ratio in ratios])
     axes.set_xlabel("fewer bytes than a dense bfloat16 stream")
-    axes.set_ylabel("validation loss above dense (%)")
-    figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9)
-    path = DOCS / f"learning-{tier}.png"
-    figure.savefig(path, dpi=DPI)
-    return path
 
 
 def main() -> None:
@@ -290,12 +346,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="runs by name")
     parser.add_argument("--plot", action="store_true", help="only the table and the plot of what is there")
     arguments = parser.parse_args()
-    base, runs, seeds = TIERS[arguments.tier]
+    tier = TIERS[arguments.tier]
     results = stored(arguments.tier)
-    if unknown := set(arguments.only or []) - set(runs):
-        parser.error(f"no run {', '.join(sorted(unknown))}; there are: {'; '.join(runs)}")
+    if unknown := set(arguments.only or []) - set(tier.runs):
+        parser.error(f"no run {', '.join(sorted(unknown))}; there are: {'; '.join(tier.runs)}")
     wanted = [
-        (f"{name}#{seed}", merged(base, runs[name], {"run": {"seed": seed}})) for seed in range(seeds) for name in arguments.only or runs
+        (f"{name}#{seed}", merged(tier.base, tier.runs[name], {"run": {"seed": seed}}))
+        for name, seed in tier.wanted()
+        if name in (arguments.only or tier.runs)
     ]
     waiting = [] if arguments.plot else [(key, config) for key, config in wanted if key not in results]
 
@@ -313,7 +371,7 @@ def main() -> None:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(one, waiting))
     groups = by_name(arguments.tier)
-    if "dense" not in groups:
+    if not groups:
         print("no dense run yet")
         return
     text = table(arguments.tier, groups)

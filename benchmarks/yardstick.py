@@ -28,7 +28,6 @@ ROWS: dict[str, Groups] = {
     "subspace-6.4": compressed("subspace", 20) | SLOW,
     "best-8": packed("projected", WIDTH, 8),
     "best-32": packed("projected", WIDTH, 32),
-    "best-32-slow": packed("projected", WIDTH, 32) | SLOW,
 }
 
 
