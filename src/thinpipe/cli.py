@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import tyro
 
 from .config import Config, ThinpipeError, load
-from .errors import tell
+from .errors import Stopped, tell
 from .mesh import KEY
 
 _Kind = TypeVar("_Kind")
@@ -692,8 +692,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if debug:
             raise
         tell(f"thinpipe: {error}")
-        status = 1 if type(error).__name__ in ("PeerLost", "Lost") else 2
-    except KeyboardInterrupt:
+        status = error.status
+    except (KeyboardInterrupt, Stopped):
         status = 130
     except OSError as error:  # one that nobody expected: a name too long, a disk that fails
         if debug:
@@ -701,13 +701,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         tell(f"thinpipe: {error.filename or 'the system'}: {error.strerror or error}; give another path, or mend that disk")
         status = 2
     except Exception as error:
-        if type(error).__name__ == "Stopped":
-            status = 130
-        elif debug:
+        if debug:
             raise
-        else:
-            tell(f"thinpipe: {type(error).__name__}: {error}\nThis is a mistake of thinpipe's; --debug shows more.")
-            status = 1
+        tell(f"thinpipe: {type(error).__name__}: {error}\nThis is a mistake of thinpipe's; --debug shows more.")
+        status = 1
     sys.stdout.flush()
     if "RANK" in os.environ:
         os._exit(status)  # peers may be gone: no goodbye over the network; and see worker.py

@@ -13,6 +13,12 @@ from typing import Any, Literal
 class ThinpipeError(ValueError):
     """Something the user can mend: one or two lines that name the field or file and the remedy."""
 
+    status = 2  # of the command that ends with it: bad input
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has saved."""
+
 
 def tell(line: str) -> None:
     """A line for the person at the terminal; stdout is for results."""

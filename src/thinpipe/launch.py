@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from .errors import ThinpipeError
+from .errors import Stopped, ThinpipeError
 from .meeting import Meeting, Rendezvous, Say, await_host
 from .topology import PeerLost, usable_cores
 
@@ -40,16 +40,14 @@ _LONGEST_PAUSE = 60.0  # seconds between two starts
 _ALONE = Meeting()
 
 
-class Stopped(Exception):
-    """The run was asked to stop and has saved."""
-
-
 class Failed(Exception):
     """A stage failed for a reason that is not the user's; the text holds its traceback."""
 
 
 class Lost(ThinpipeError):
     """A stage was killed, or cut off from its peers: another start may help."""
+
+    status = 1
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ class Topology:
 class PeerLost(ThinpipeError):
     """A neighbour died, froze or became unreachable."""
 
+    status = 1
+
 
 def _innermost(error: BaseException) -> str:
     while error.__cause__ is not None:
