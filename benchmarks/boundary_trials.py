@@ -4,8 +4,9 @@
 
 The model and data of learning.py's tier 1. At k = 16 (1/8), "projected": a basis per cut learned on the Stiefel manifold (METHOD.md
 section 5: tangent gradient, momentum, polar direction, QR retraction; on a wire each would cost 2 d k numbers per cut and step besides),
-and unlike ranks at the cuts with the same sum. "subspace" with elementwise AdamW in place of the row-constant one. The best at 1/32
-with a second table per segment that multiplies what came over the cut, number by number.
+the principal directions of each cut's activations or gradients, and unlike ranks at the cuts with the same sum. "subspace" with
+elementwise AdamW in place of the row-constant one. The best at 1/32 with a second table per segment that multiplies what came over
+the cut, number by number.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from learning import DOCS, SLOW, TIERS, compressed, merged, packed
@@ -30,17 +31,28 @@ from thinpipe.topology import connect
 
 PATH = DOCS / "boundary-trials.json"
 MOMENTUM = 0.9
-# Ranks of the three cuts, and the learning rate of a basis per cut (None: one fixed basis for all, as in the library).
-ROWS: dict[str, tuple[tuple[int, int, int], float | None]] = {
-    "projected, one fixed basis": ((16, 16, 16), None),
-    "more at the early cuts: 24, 16, 8": ((24, 16, 8), None),
-    "more at the late cuts: 8, 16, 24": ((8, 16, 24), None),
-    "a basis per cut, fixed": ((16, 16, 16), 0.0),
-    "a basis per cut, learned at 0.002": ((16, 16, 16), 0.002),
-    "a basis per cut, learned at 0.005": ((16, 16, 16), 0.005),
-    "a basis per cut, learned at 0.02": ((16, 16, 16), 0.02),
-}
+TAKEN = (50, 200)  # steps behind which a basis of principal directions is taken, from all steps since the last one
 
+
+class Row(NamedTuple):
+    """Ranks of the three cuts; the learning rate of a basis per cut (None: one fixed basis for all); what a basis per cut is taken from."""
+
+    ranks: tuple[int, int, int] = (16, 16, 16)
+    lr: float | None = None
+    principal: Literal["activations", "gradients"] | None = None
+
+
+ROWS = {
+    "projected, one fixed basis": Row(),
+    "more at the early cuts: 24, 16, 8": Row((24, 16, 8)),
+    "more at the late cuts: 8, 16, 24": Row((8, 16, 24)),
+    "a basis per cut, fixed": Row(lr=0.0),
+    "a basis per cut, learned at 0.002": Row(lr=0.002),
+    "a basis per cut, learned at 0.005": Row(lr=0.005),
+    "a basis per cut, learned at 0.02": Row(lr=0.02),
+    "a basis per cut, principal directions of activations": Row(lr=0.0, principal="activations"),
+    "a basis per cut, principal directions of gradients": Row(lr=0.0, principal="gradients"),
+}
 
 ELEMENTWISE, GATES = "subspace 1/8, elementwise AdamW", "best at 1/32 with tables that multiply"
 
@@ -48,26 +60,43 @@ ELEMENTWISE, GATES = "subspace 1/8, elementwise AdamW", "best at 1/32 with table
 class Trial(method.Projected):
     """X <- E[t] + (X - E[t]) A_p A_p^T at cut p, A_p of the cut's own rank."""
 
-    def __init__(self, spec: Any, compression: Any, seed: int, ranks: Sequence[int], own: bool) -> None:
+    def __init__(self, spec: Any, compression: Any, seed: int, row: Row) -> None:
         super().__init__(spec, compression, seed)
+        ranks, self.row, self.steps = row.ranks, row, 0
         drawn = torch.Generator().manual_seed(seed + 1)
         orthonormal = [torch.linalg.qr(torch.randn(spec.width, max(ranks), generator=drawn))[0] for _ in ranks]
         # The same width on every cut; columns beyond a cut's rank are zero, so nothing crosses there.
-        self.bases = [(A if own else orthonormal[0]).clone() for A in orthonormal]
+        self.bases = [(orthonormal[0] if row.lr is None else A).clone() for A in orthonormal]
         for A, k in zip(self.bases, ranks, strict=True):
             A[:, k:] = 0.0
             A.requires_grad_()
         self.moments = [torch.zeros_like(A) for A in self.bases]
+        self.energies = [torch.zeros(spec.width, spec.width) for _ in ranks]
 
     def enter(self, c: torch.Tensor, segment: int) -> torch.Tensor:
-        return c if segment == 0 else (c @ self.bases[segment - 1].T).to(c.dtype)
+        if segment == 0:
+            return c
+        x = (c @ self.bases[segment - 1].T).to(c.dtype)
+        if self.row.principal == "gradients" and x.requires_grad:
+            x.register_hook(partial(self._observe, segment - 1))
+        return x
 
     def leave(self, s: torch.Tensor, segment: int) -> torch.Tensor:
+        if self.row.principal == "activations" and s.requires_grad:
+            self._observe(segment, s)
         return (s @ self.bases[segment]).to(s.dtype)
+
+    def _observe(self, cut: int, x_BTD: torch.Tensor) -> None:
+        x_ND = x_BTD.detach().flatten(0, 1)
+        self.energies[cut] += x_ND.T @ x_ND
 
     @torch.no_grad()
     def learn(self, lr: float) -> None:
-        for A, m in zip(self.bases, self.moments, strict=True):
+        self.steps += 1
+        for A, m, energy, k in zip(self.bases, self.moments, self.energies, self.row.ranks, strict=True):
+            if self.row.principal and self.steps in TAKEN:
+                A[:, :k] = torch.linalg.eigh(energy)[1][:, -k:]
+                energy.zero_()
             assert A.grad is not None
             if lr:
                 overlap = A.T @ A.grad
@@ -106,9 +135,9 @@ class Gated(thinpipe.model.Stage):
 
 def one(name: str, out: Path) -> None:
     """A row, in this process."""
-    base, *_ = TIERS[1]
-    ranks, lr = ROWS.get(name, ((16, 16, 16), None))
-    groups = compressed("projected", max(ranks)) | SLOW
+    base = TIERS[1].base
+    row = ROWS.get(name, Row())
+    groups = compressed("projected", max(row.ranks)) | SLOW
     if name == ELEMENTWISE:
         groups = compressed("subspace", 16) | SLOW
         setattr(optim.Optimizer, "_rule", lambda self, role: "adamw")  # noqa: B010
@@ -116,7 +145,7 @@ def one(name: str, out: Path) -> None:
         groups = packed("projected", 128, 32)
         setattr(thinpipe.model, "Stage", Gated)  # noqa: B010
     else:
-        make: Any = lambda c, spec, segments, seed: Trial(spec, c, seed, ranks, own=lr is not None)  # noqa: E731
+        make: Any = lambda c, spec, segments, seed: Trial(spec, c, seed, row)  # noqa: E731
         setattr(thinpipe.model, "make_method", make)  # noqa: B010
     config, folder, _ = run.open_run(merged(base, groups, {"run": {"dir": str(out / "run")}}))
     torch.set_num_threads(1)
@@ -127,7 +156,7 @@ def one(name: str, out: Path) -> None:
         def both(rate: float, scale: float = 1.0) -> None:
             step(rate, scale)
             if isinstance(tried, Trial):
-                tried.learn((lr or 0.0) * rate / config.optim.lr)
+                tried.learn((row.lr or 0.0) * rate / config.optim.lr)
 
         setattr(training.optimizer, "step", both)  # noqa: B010
         result = training.fit()
