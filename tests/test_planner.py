@@ -257,11 +257,12 @@ MODELS = [
     config(model={"tied": True}),
     config(model={"tied": True}, compression={"method": "none"}),
     config(pipeline={"stages": 3, "recompute": True}, optim={"hidden": "muon"}),
+    config(compression={"rank": 32, "stage_table": "full"}),
 ]
 
 
 NAMES = ["subspace", "dense", "dense, tables", "projected, tables", "subspace, tables", "local, projected", "local, subspace"]
-NAMES += ["gaussian", "tied", "dense tied", "recompute, muon"]
+NAMES += ["gaussian", "tied", "dense tied", "recompute, muon", "rank = width, tables"]
 
 
 def inputs(config: Config, stage: Stage) -> tuple[torch.Tensor | None, torch.Tensor]:

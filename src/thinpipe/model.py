@@ -233,7 +233,7 @@ class Stage(nn.Module):
             self.embed = Embedding(spec.vocab, method.embedding_width, method.embedding_role)
         self.tables = nn.ModuleDict()
         for segment in self.segments if tables else []:
-            if segment > 0 or method.embedding_width < spec.width:  # else the embedding is that already
+            if segment > 0 or method.embedding_role.coordinates is not None:  # else the embedding is that already
                 rank = None if tables == "full" else int(tables)
                 self.tables[str(segment)] = StageTable(spec.vocab, spec.width, rank, seed + 1 + segment)
         self.local_loss = local_loss
