@@ -512,6 +512,13 @@ def test_measured_costs_and_auto() -> None:
         planner.plan(c, 4096, LINKS[:2], gpu)
 
 
+def test_dense_is_the_plain_model() -> None:
+    def dense(**compression: Any) -> float:
+        return planner.plan(config(compression=compression), 300, LINKS, planner.GPUS["cpu"]).dense_seconds_per_step
+
+    assert dense(method="none", stage_table="full", local_loss=0.3) == dense(method="projected", stage_table=5) == dense(rank=4)
+
+
 def test_suggestions_fit() -> None:
     c = from_dict({"model": {"preset": "llama-1b", "vocab": 32768}, "compression": {"rank": 256}, "train": {"batch": 16}}).check()
     gpu, one = planner.find_gpu("L4"), parse_links("80mbit,25ms", 1)

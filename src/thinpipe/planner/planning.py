@@ -40,7 +40,8 @@ class Plan:
         bound: what binds: the one of "compute", "bandwidth" and "latency" that would shorten the step most if it cost nothing.
         memory_gb: by stage, in 1e9 bytes (counts.stage_memory says what is assumed); fits: whether every stage fits the GPU.
         wire_bytes_per_token: per boundary and direction; wire_bytes_forward, wire_bytes_backward: of a step, all boundaries.
-        dense_seconds_per_step: the same model and schedule ("auto": its own best) with method "none" in bfloat16.
+        dense_seconds_per_step: the same model and schedule ("auto": its own best) with method "none" in bfloat16, without segments'
+            tables and local losses.
         days: for `tokens` tokens at tokens_per_s (all replicas together).
         parameters: trained numbers of the whole model.
         memory: by stage and what it is for; timeline: of one step.
@@ -193,8 +194,8 @@ def resolve_schedule(config: Config, vocab: int, costs: Costs, links: Sequence[L
 
 
 def _dense_seconds(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, measured: Costs | None) -> float:
-    """A step of the same model with method "none" in bfloat16."""
-    dense = replace(config, compression=replace(config.compression, method="none", wire="bfloat16"))
+    """A step of the plain model: method "none" in bfloat16, without tables and local losses, which every stage would pay for."""
+    dense = replace(config, compression=replace(config.compression, method="none", wire="bfloat16", stage_table=0, local_loss=0.0))
     costs = costs_by_formula(dense, vocab, gpu)
     if measured is not None:
         ours = costs_by_formula(config, vocab, gpu)
