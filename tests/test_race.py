@@ -16,7 +16,8 @@ import pytest
 from conftest import tiny
 
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
-from thinpipe.race import Curve, Entry, _check, _rows, _time_step, figures, steps_to
+from thinpipe.planner import average_bytes
+from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _rows, _time_step, figures, steps_to
 
 
 def entry(name: str, **groups: dict[str, Any]) -> Entry:
@@ -82,6 +83,16 @@ def test_replicas_of_one_stage_average_over_the_link(tmp_path: Path, corpus: dic
         told[link] = _time_step(replace(entry("a", **groups), link=link), tmp_path, "planner", print, debug=False)
     # The gradients of all parameters, each way: far more than a delay.
     assert told["1mbit,25ms"] > told["unlimited"] + 0.05
+
+
+def test_bytes_of_a_tied_table_count_in_every_replica() -> None:
+    def told(replicas: int, *, tied: bool) -> float:
+        given = entry("a", model={"tied": tied}, pipeline={"stages": 2, "replicas": replicas}).config
+        return _bytes_per_step(given, 300) - average_bytes(given, 300)
+
+    boundary = 16 * 16 * 8 * 2 * 2  # tokens, coordinates, bytes, both ways
+    assert [told(replicas, tied=False) for replicas in (1, 2)] == [boundary] * 2
+    assert [told(replicas, tied=True) for replicas in (1, 2)] == [boundary + replicas * 2 * 300 * 8 * 4 for replicas in (1, 2)]
 
 
 def test_a_loss_that_is_no_number_leaves_the_other_curves() -> None:

@@ -23,7 +23,7 @@ from .config import Config, ThinpipeError, load, to_dict
 from .data import prepare
 from .lab import unavailable
 from .metrics import read_events, to_json, write_whole
-from .planner import average_bytes, find_gpu, plan, wire_bytes_per_token
+from .planner import average_bytes, find_gpu, plan, tied_bytes_per_step, wire_bytes_per_token
 from .report import COLOURS, INK, clean, save
 from .run import finished, open_run
 from .runner import train
@@ -142,17 +142,22 @@ def _field(config: Config, name: str) -> Any:
 def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], None], debug: bool) -> Curve:
     config = entry.config
     steps, losses = _learn(entry, out, seeds, say, debug)
-    per_token = wire_bytes_per_token(config)
-    tokens = config.train.batch * config.sizes()["context"]
     return Curve(
         entry=entry,
         steps=steps,
         losses=losses,
         seconds_per_step=_time_step(entry, out, timing, say, debug),
         timed=timing,
-        bytes_per_step=per_token * tokens * (config.pipeline.stages - 1) * 2 + average_bytes(config, prepare(config).vocab),
-        compression=2 * config.sizes()["width"] / per_token,
+        bytes_per_step=_bytes_per_step(config, prepare(config).vocab),
+        compression=2 * config.sizes()["width"] / wire_bytes_per_token(config),
     )
+
+
+def _bytes_per_step(config: Config, vocab: int) -> float:
+    """Over all boundaries and replicas, averages and a tied table's exchange included."""
+    tokens, pipeline = config.train.batch * config.sizes()["context"], config.pipeline
+    boundaries = wire_bytes_per_token(config) * tokens * (pipeline.stages - 1) * 2
+    return boundaries + pipeline.replicas * tied_bytes_per_step(config, config.spec(vocab)) + average_bytes(config, vocab)
 
 
 def _learn(entry: Entry, out: Path, seeds: int, say: Callable[[str], None], debug: bool) -> tuple[np.ndarray, np.ndarray]:
