@@ -539,6 +539,14 @@ def test_suggestions_fit() -> None:
         planner.suggest(c, 32768, one, small, max_stages=2)
 
 
+def test_suggestions_keep_all_layers() -> None:
+    fixed = from_dict({"pipeline": {"stages": 4, "layers_per_segment": [1] * 3 + [5]}, "model": {"layers": 8}}).check()
+    for links, stages in (([], 1), (parse_links("80mbit,25ms/40mbit,5ms/20mbit,9ms", 3), 4)):
+        best = planner.suggest(fixed, 4096, links, planner.GPUS["cpu"])
+        assert best.plan.stages == stages and best.config.check().layers_of_segments == fixed.layers_of_segments
+        assert sum(m.weights for m in best.plan.memory) == 4 * planner.parameters(best.config, fixed.spec(4096))
+
+
 def test_plots(tmp_path: Path) -> None:
     planner.draw_timeline(run("wan", replace(CASE, tied_bytes=1000), LINKS, 8), tmp_path / "step.png")
     planner.draw_widths(planner.find_gpu("L4"), LINKS[0], tmp_path / "widths.png")

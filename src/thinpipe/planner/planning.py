@@ -243,6 +243,8 @@ def suggest(
     Raises ThinpipeError if no number of stages fits the GPU's memory.
     """
     links = links[:1] if is_star(links) else links
+    if config.pipeline.layers_per_segment:  # it fixes the segments, which would follow the stages that are tried
+        config = replace(config, compression=replace(config.compression, segments=config.segments))
     goal = config.train.batch * config.sizes()["context"] / tokens_per_s if tokens_per_s else None
     found: list[tuple[float, Config]] = []
     for stages in _stage_counts(config, links, max_stages):
@@ -274,8 +276,7 @@ def _stage_counts(config: Config, links: Sequence[Link], max_stages: int | None)
     """Numbers of stages to try, rising: those that share the layers out evenly, and the config's own."""
     if len(links) != 1:
         return [len(links) + 1]
-    fixed = config.compression.segments is not None or bool(config.pipeline.layers_per_segment)
-    parts = config.segments if fixed else config.sizes()["layers"]
+    parts = config.compression.segments or config.sizes()["layers"]
     most = min(parts, max_stages or parts)
     return sorted({s for s in range(1, most + 1) if parts % s == 0} | {min(config.pipeline.stages, most)})
 
