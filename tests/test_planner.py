@@ -496,6 +496,10 @@ def test_what_binds() -> None:
     assert binds("1gbit,900ms") == "latency"
     assert planner.plan(config(pipeline={"stages": 1}), 300, [], planner.GPUS["cpu"]).bound == "compute"
 
+    for link, what in (("200kbit,1ms", "bandwidth"), ("10gbit,900ms", "latency")):  # averages alone cross it
+        alone = config(pipeline={"stages": 1, "replicas": 2})
+        assert planner.plan(alone, 300, parse_links(link, 1), planner.GPUS["cpu"]).bound == what
+
 
 def test_measured_costs_and_auto() -> None:
     c, gpu = Config(), planner.GPUS["cpu"]
@@ -537,6 +541,16 @@ def test_suggestions_fit() -> None:
     small = replace(gpu, memory_gb=2.0)
     with pytest.raises(ThinpipeError, match=r"no number of stages fits 2 GB"):
         planner.suggest(c, 32768, one, small, max_stages=2)
+
+
+def test_suggestions_know_what_averages_cost() -> None:
+    """Each stage averages its own share: more stages, shorter averages."""
+    c = from_dict({"model": {"preset": "llama-160m"}, "pipeline": {"replicas": 2}, "train": {"batch": 32}}).check()
+    gpu, links = planner.find_gpu("L4"), parse_links("80mbit,25ms", 1)
+    best = planner.suggest(c, 32000, links, gpu)
+    others = [planner.plan(replace(c, pipeline=replace(c.pipeline, stages=stages)), 32000, links, gpu) for stages in (1, 2, 4)]
+    assert best.plan.stages > 4 and best.plan.tokens_per_s > max(other.tokens_per_s for other in others)
+    assert {other.bound for other in others} == {"bandwidth"}
 
 
 def test_suggestions_keep_all_layers() -> None:

@@ -211,3 +211,8 @@ def with_averages(costs: Costs, config: Config, vocab: int, links: Sequence[Link
         rate = min((rate for link in beside for rate in (link.up, link.down) if rate is not None), default=math.inf)
         waits.append((8 * _sent(config, vocab, stage) / rate + turns * max(link.delay for link in beside)) / every)
     return replace(costs, average=tuple(waits), vote=8 * max(link.delay for link in links) / every)
+
+
+def costs_over(links: Sequence[Link], config: Config, vocab: int, gpu: GPU) -> Costs:
+    """Costs by formula, replicas' averages over `links` included."""
+    return with_averages(costs_by_formula(config, vocab, gpu), config, vocab, links)

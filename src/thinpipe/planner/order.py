@@ -15,7 +15,7 @@ from statistics import fmean
 from .. import schedule
 from ..config import WITHOUT_RANK, Config
 from ..lab import Link, Measured
-from .costs import GPU, Costs, costs_by_formula
+from .costs import GPU, Costs, costs_by_formula, costs_over
 from .planning import largest_rank, resolve_schedule
 from .search import bound
 from .simulation import simulate
@@ -64,7 +64,7 @@ def recommend(matrix: Matrix, config: Config, vocab: int, gpu: GPU) -> Recommend
     wire = _estimate(matrix, costs, micro_batches)
 
     def seconds(config: Config, links: Sequence[Link]) -> float:
-        costs = costs_by_formula(config, vocab, gpu)
+        costs = costs_over(links, config, vocab, gpu)
         name, warmup, _ = resolve_schedule(config, vocab, costs, links, gpu)
         return simulate(schedule.actions(name, costs.stages, micro_batches, warmup), costs, links).seconds_per_step
 

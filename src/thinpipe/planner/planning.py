@@ -12,7 +12,7 @@ from ..config import WITHOUT_RANK, Config
 from ..errors import ThinpipeError
 from ..lab import Link
 from ..lab.paths import is_star
-from .costs import GPU, Costs, costs_by_formula, with_averages
+from .costs import GPU, Costs, costs_by_formula, costs_over, with_averages
 from .counts import (
     Memory,
     message_bytes,
@@ -24,7 +24,7 @@ from .counts import (
     wire_bytes_per_token,
 )
 from .search import Name, best_schedule, bound
-from .simulation import Timeline, per_boundary, simulate
+from .simulation import Timeline, simulate
 
 _CLOSE = 1.03  # fewer stages are preferred to a step that is this much shorter
 _THIN = 1.10  # the largest rank whose step is at most this much longer than with next to nothing on the wire
@@ -37,7 +37,8 @@ class Plan:
     Attributes:
         seconds_per_step: of a steady step, tally and optimizer included; validation and saving are not.
         least_seconds_per_step: what no schedule can beat with these costs and links (search.bound, and the first stage's optimizer).
-        bound: what binds: the one of "compute", "bandwidth" and "latency" that would shorten the step most if it cost nothing.
+        bound: what binds: the one of "compute", "bandwidth" and "latency" that would shorten the step most if it cost nothing;
+            replicas' averages are bandwidth and latency, their vote is latency.
         memory_gb: by stage, in 1e9 bytes (counts.stage_memory says what is assumed); fits: whether every stage fits the GPU.
         wire_bytes_per_token: per boundary and direction; wire_bytes_forward, wire_bytes_backward: of a step, all boundaries.
         dense_seconds_per_step: the same model and schedule ("auto": its own best) with method "none" in bfloat16, without segments'
@@ -103,7 +104,7 @@ def plan(
     stages, micro_batches = config.pipeline.stages, config.pipeline.micro_batches
     ours = with_averages(costs or costs_by_formula(config, vocab, gpu), config, vocab, links)
     dense_seconds = _dense_seconds(config, vocab, links, gpu, costs)
-    links, spec = per_boundary(links, stages), config.spec(vocab)
+    spec = config.spec(vocab)
     name, warmup, why = resolve_schedule(config, vocab, ours, links, gpu)
     actions = schedule.actions(name, stages, micro_batches, warmup)
     timeline = simulate(actions, ours, links)
@@ -117,7 +118,7 @@ def plan(
         seconds_per_step=seconds,
         least_seconds_per_step=bound(ours, links, micro_batches) + ours.optimizer[0],
         tokens_per_s=batch_tokens / seconds,
-        bound=what_binds(actions, ours, links, seconds),
+        bound=what_binds(config, vocab, actions, ours, links),
         memory_gb=[part.total / 1e9 for part in memory],
         fits=max(part.total for part in memory) <= gpu.usable,
         wire_bytes_per_token=per_token,
@@ -144,19 +145,22 @@ def plan(
     )
 
 
-def what_binds(actions: Sequence[Sequence[schedule.Action]], costs: Costs, links: Sequence[Link], seconds: float) -> str:
-    """ "compute", "bandwidth" or "latency": which shortens a step of `seconds` most if it costs nothing."""
-    if costs.stages == 1:
-        return "compute"
+def what_binds(config: Config, vocab: int, actions: Sequence[Sequence[schedule.Action]], costs: Costs, links: Sequence[Link]) -> str:
+    """ "compute", "bandwidth" or "latency": which shortens a step most if it costs nothing."""
     nothing = (0.0,) * costs.stages
+    unlimited = [replace(link, up=None, down=None) for link in links]
+    # Not quite zero: links that differ must stay different, since equal ones share a host's rate.
+    near = [replace(link, delay=link.delay * 1e-6) for link in links]
     without = {
         "compute": (replace(costs, forward=nothing, backward=nothing, optimizer=nothing), links),
-        "bandwidth": (replace(costs, forward_bytes=0, backward_bytes=0, tied_bytes=0), links),
-        # Not quite zero: links that differ must stay different, since equal ones share a host's rate.
-        "latency": (costs, [replace(link, delay=link.delay * 1e-6) for link in links]),
+        "bandwidth": (
+            with_averages(replace(costs, forward_bytes=0, backward_bytes=0, tied_bytes=0), config, vocab, unlimited),
+            links,
+        ),
+        "latency": (with_averages(costs, config, vocab, near), near),
     }
-    saved = {name: seconds - simulate(actions, *other).seconds_per_step for name, other in without.items()}
-    return max(saved, key=lambda name: saved[name])
+    left = {name: simulate(actions, *other).seconds_per_step for name, other in without.items()}
+    return min(left, key=lambda name: left[name])
 
 
 def memory_by_stage(config: Config, vocab: int, gpu: GPU, in_flight: Sequence[int]) -> list[Memory]:
@@ -293,7 +297,7 @@ def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages
         tried = replace(config, pipeline=pipeline)
         limits = in_flight_limits(tried, vocab, gpu)
         if all(limit >= min(micro_batches, stages - stage) for stage, limit in enumerate(limits)):
-            costs = costs_by_formula(tried, vocab, gpu)
+            costs = costs_over(links, tried, vocab, gpu)
             open_.append((bound(costs, links, micro_batches) + costs.optimizer[0], micro_batches, tried, costs, limits))
     best: tuple[float, Config] | None = None
     for least, micro_batches, tried, costs, limits in sorted(open_, key=lambda each: each[:2]):
@@ -306,7 +310,7 @@ def _fastest(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, stages
 
 
 def _with_schedule(config: Config, vocab: int, links: Sequence[Link], gpu: GPU) -> Config:
-    costs = costs_by_formula(config, vocab, gpu)
+    costs = costs_over(links, config, vocab, gpu)
     choice = best_schedule(costs, links, config.pipeline.micro_batches, in_flight_limits(config, vocab, gpu))
     return replace(config, pipeline=replace(config.pipeline, schedule=choice.schedule, warmup=choice.warmup))
 
@@ -316,7 +320,7 @@ def largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, go
     stages, width = config.pipeline.stages, config.sizes()["width"]
     if config.compression.method in WITHOUT_RANK or stages == 1:
         return config
-    name, warmup, _ = resolve_schedule(config, vocab, costs_by_formula(config, vocab, gpu), links, gpu)
+    name, warmup, _ = resolve_schedule(config, vocab, costs_over(links, config, vocab, gpu), links, gpu)
     actions = schedule.actions(name, stages, config.pipeline.micro_batches, warmup)
     held = [schedule.in_flight(stage_actions) for stage_actions in actions]
 
@@ -324,7 +328,7 @@ def largest_rank(config: Config, vocab: int, links: Sequence[Link], gpu: GPU, go
         return replace(config, compression=replace(config.compression, rank=rank))
 
     def seconds(tried: Config) -> float:
-        return simulate(actions, costs_by_formula(tried, vocab, gpu), links).seconds_per_step
+        return simulate(actions, costs_over(links, tried, vocab, gpu), links).seconds_per_step
 
     def fits(tried: Config) -> bool:
         return all(h <= most for h, most in zip(held, in_flight_limits(tried, vocab, gpu), strict=True))
