@@ -347,6 +347,26 @@ class Live(TorchDispatchMode):
         return tensor
 
 
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
+@pytest.mark.parametrize(
+    "compression",
+    [{}, {"method": "none", "stage_table": "full"}, {"method": "none", "stage_table": 5}, {"method": "projected", "stage_table": 5}],
+    ids=["subspace", "dense, tables", "dense, lifted tables", "projected, tables"],
+)
+def test_recomputing_keeps_what_every_segment_knows(compression: dict[str, Any], bf16: bool) -> None:
+    """By all tensors alive, since a closure keeps it and not autograd."""
+    c = config(compression=compression, pipeline={"stages": 2, "recompute": True})
+    for number, stage in enumerate(build_stages(c, 300)):
+        given, held, totals, stage.bf16 = [inputs(c, stage) for _ in range(2)], [], [], bf16
+        with Live() as live, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            for each in given:
+                held.append(stage(*each).grad_fn)
+                gc.collect()
+                totals.append(sum(live.sizes.values()))
+        counted = saved_bytes(stage_sizes(c, c.spec(300), number), c.micro_batch, bf16, recompute=True)
+        assert totals[1] - totals[0] == pytest.approx(counted, rel=0.02)  # the first one also makes what both share
+
+
 @pytest.mark.parametrize(("stage", "micro_batches", "held"), [(1, 32, 9), (1, 8, 2), (31, 32, 1), (31, 8, 1)])
 def test_peak_memory_of_a_stage_of_8b(stage: int, micro_batches: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of one stage on fake tensors of full size: `held` forwards, then a backward."""

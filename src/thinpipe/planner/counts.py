@@ -100,6 +100,8 @@ class StageSizes:
     cuts: int
     """Places where coordinates become a full stream or the other way round."""
     rank: int
+    known: int
+    """Tensors of X's known part that the reads take: each table's segment has one, those without share the static table's."""
     table_lifts: int
     """Numbers per token that segments' tables lift to full width, all together; behind the last block once more."""
     local: tuple[int, ...]
@@ -182,6 +184,7 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         cuts = 2 * len(segments) - (stage == 0) - is_last
     else:
         cuts = int(is_last)
+    with_table = sum(segment > 0 or not dense for segment in segments) if table else 0
     return StageSizes(
         spec=spec,
         matrices=tuple(matrices),
@@ -190,6 +193,7 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         free=layers[1],
         cuts=cuts,
         rank=rank,
+        known=with_table + (has_static(config) and with_table < len(segments)),
         table_lifts=table_lifts,
         local=tuple(local),
         static=static_bytes(config, spec),
@@ -238,9 +242,10 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
     """Bytes that autograd keeps for the backward pass of one micro-batch in flight.
 
     Counted per token and layer from model.Block (a = 2 bytes in bf16, 4 in float32; w = width of the stream): each of the
-    two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w); the
-    five matrices that read X keep a cast copy each in bf16 (10 d), or share one per norm in float32 (8 d); attention keeps
-    queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU keeps four tensors of width h.
+    two norms keeps X and the normalised X in float32 and a scale (8 d + 4), with recompute only the stream (4 w), and once
+    per segment what it knows of X (4 d); the five matrices that read X keep a cast copy each in bf16 (10 d), or share one per
+    norm in float32 (8 d); attention keeps queries, keys and values at all heads, its output and a float32 sum per head; SwiGLU
+    keeps four tensors of width h.
     The first stage adds the ids, the last one and each local loss a norm, the head's input, float32 log-probabilities (4 V per
     token) and the targets; under bf16 each use of the basis its cast, and a tied head E + A_T U^T. CUDA's fused norm may keep 8 d
     less per layer and token than is counted here.
@@ -251,7 +256,8 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
     layer = inputs + 4 * number * d + 4 * spec.heads + 4 * number * spec.hidden
     per_token = layer * sizes.layers
     if recompute:
-        per_token += 2 * 4 * (sizes.rank * sizes.constrained + d * sizes.free) + (4 * d if sizes.static else 0)
+        lifted = sizes.table_lifts and not sizes.static  # by a product, and nothing in float32 is added
+        per_token += 2 * 4 * (sizes.rank * sizes.constrained + d * sizes.free) + (number if lifted else 4) * d * sizes.known
     else:
         per_token += 2 * (8 * d + 4) * sizes.layers
     if sizes.is_first:
