@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise, permutations, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from thinpipe.config import Config, ThinpipeError, from_dict
 from thinpipe.lab import Link, Measured
 from thinpipe.linkrate import rounds
+from thinpipe.model import Stage
 from thinpipe.planner import balance, chain, costs_by_formula, find_gpu, order, recommend, simulate
-from thinpipe.probe import describe, layers_for, probe
+from thinpipe.probe import _layer_seconds, describe, layers_for, probe
 from thinpipe.schedule import actions
 
 GPU = find_gpu("cpu")
@@ -160,7 +162,7 @@ def test_layers_go_where_they_are_done_first() -> None:
             return max(n * s + (head if i == 3 else 0) for i, (n, s) in enumerate(zip(given, seconds, strict=True)))
 
         every = [given for given in product(range(1, layers), repeat=4) if sum(given) == layers]
-        assert slowest(balance(seconds, layers, head)) == pytest.approx(min(map(slowest, every)))
+        assert slowest(balance(seconds, layers, [0.0, 0.0, 0.0, head])) == pytest.approx(min(map(slowest, every)))
 
 
 def test_machines_of_one_speed_keep_even_shares() -> None:
@@ -169,6 +171,24 @@ def test_machines_of_one_speed_keep_even_shares() -> None:
     faster = layers_for([0.010, 0.005, 0.010, 0.010], run, VOCAB)
     assert faster is not None and sum(faster) == 12 and faster[1] == max(faster)
     assert layers_for([0.01, 0.005], config(2, model={"layers": 12}, compression={"segments": 4}), VOCAB) is None
+
+
+def test_with_local_losses_every_stage_has_a_head() -> None:
+    def layers(**compression: Any) -> list[int] | None:
+        wide = {"layers": 12, "vocab": 2000}  # a head is 6.25 layers
+        return layers_for([0.010, 0.010, 0.005], config(3, model=wide, compression=compression), 2000)
+
+    assert layers() == layers(stage_table="full") == [5, 4, 3]
+    assert layers(stage_table="full", local_loss=0.3) == [1, 1, 10]
+
+
+def test_a_layer_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Stage] = []
+    monkeypatch.setattr("thinpipe.probe.share_cores", lambda here: None)
+    monkeypatch.setattr("thinpipe.probe.time_passes", lambda stage, *_: timed.append(stage) or (1.0, 2.0))
+    here = SimpleNamespace(local_rank=0)
+    assert _layer_seconds(config(3, compression={"stage_table": "full", "local_loss": 0.3}), here, VOCAB) == 3  # type: ignore[arg-type]
+    assert {name.partition(".")[0] for name, _, _ in timed[0].roles()} == {"layers"}
 
 
 # What is printed

@@ -69,11 +69,13 @@ def layers_for(seconds: Sequence[float], config: Config, vocab: int) -> list[int
     stages, layers = config.pipeline.stages, int(config.sizes()["layers"])
     if max(seconds) <= _ALIKE * min(seconds) or config.segments != stages:
         return None
-    spec = config.spec(vocab)
-    block = 4 * spec.width**2 + 3 * spec.width * spec.hidden  # multiply-adds a token, about; the head has vocab x width
+    spec, table = config.spec(vocab), config.compression.stage_table
+    block = 4 * spec.width**2 + 3 * spec.width * spec.hidden  # multiply-adds a token, about; a head has vocab x width
     share = stages // len(seconds)
     per_stage = [each for each in seconds for _ in range(share)]
-    return list(balance(per_stage, layers, head=seconds[-1] * spec.vocab * spec.width / block))
+    local = 0 if not config.compression.local_loss else spec.width if table == "full" else int(table)  # width of a local loss's head
+    widths = [local] * (stages - 1) + [spec.width]
+    return list(balance(per_stage, layers, [s * spec.vocab * width / block for s, width in zip(per_stage, widths, strict=True)]))
 
 
 def _layer_seconds(config: Config, here: Topology, vocab: int) -> float:
@@ -82,7 +84,7 @@ def _layer_seconds(config: Config, here: Topology, vocab: int) -> float:
     three = replace(
         config,
         model=replace(config.model, layers=3),
-        compression=replace(config.compression, segments=3),
+        compression=replace(config.compression, segments=3, stage_table=0, local_loss=0.0),  # which are a segment's, not a layer's
         pipeline=replace(config.pipeline, stages=3, layers_per_segment=()),
     )
     (stage,) = build_stages(three, vocab, [1])  # neither embeds nor has the head

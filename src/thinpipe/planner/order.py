@@ -86,7 +86,7 @@ def recommend(matrix: Matrix, config: Config, vocab: int, gpu: GPU) -> Recommend
     return Recommendation(best, rank, tried[present], tried[best], seconds(chosen, links))
 
 
-def balance(seconds: Sequence[float], layers: int, head: float = 0.0) -> tuple[int, ...]:
+def balance(seconds: Sequence[float], layers: int, heads: Sequence[float]) -> tuple[int, ...]:
     """Layers of each stage, one at least, such that the slowest stage is as fast as can be.
 
     Each layer goes where the work ends first with it, which is best for equal layers.
@@ -94,12 +94,11 @@ def balance(seconds: Sequence[float], layers: int, head: float = 0.0) -> tuple[i
     Args:
         seconds: that a layer takes on each stage's machine.
         layers: of the model, as many as stages at least.
-        head: seconds that the last stage needs besides its layers.
+        heads: seconds that each stage needs besides its layers.
     """
     given = [1] * len(seconds)
-    extra = [0.0] * (len(seconds) - 1) + [head]
     for _ in range(layers - len(seconds)):
-        given[min(range(len(seconds)), key=lambda i: (given[i] + 1) * seconds[i] + extra[i])] += 1
+        given[min(range(len(seconds)), key=lambda i: (given[i] + 1) * seconds[i] + heads[i])] += 1
     return tuple(given)
 
 
