@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from thinpipe import planner, schedule
+from thinpipe import calibrate, planner, schedule
 from thinpipe.config import Config, from_dict, load
 from thinpipe.errors import ThinpipeError
 from thinpipe.lab import Link, parse_links
@@ -579,6 +581,18 @@ def test_suggestions_keep_all_layers() -> None:
         best = planner.suggest(fixed, 4096, links, planner.GPUS["cpu"])
         assert best.plan.stages == stages and best.config.check().layers_of_segments == fixed.layers_of_segments
         assert sum(m.weights for m in best.plan.memory) == 4 * planner.parameters(best.config, fixed.spec(4096))
+
+
+def test_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is available and what the stage holds: with weights alone loaded, room for as much as an empty machine had."""
+    (tmp_path / "meminfo").write_text("MemFree:        20000000 kB\nMemAvailable:   22000000 kB\nCached: 1 kB\n")
+    assert calibrate._available(tmp_path / "meminfo") == 22000000 * 1024
+    assert calibrate._available(tmp_path / "none") == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), rel=0.5)
+    monkeypatch.setattr(calibrate, "_available", lambda: 8 * 10**9)
+    (stage,) = build_stages(config(), 300, [1])
+    machine = calibrate._this_machine(stage, SimpleNamespace(local_world=4))  # type: ignore[arg-type]
+    held = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
+    assert machine.memory_gb * 1e9 == pytest.approx(2e9 + held, abs=1) and machine.fixed_gb == 0
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -176,9 +177,16 @@ def choose_schedule(stage: Stage, here: Topology, config: Config) -> Choice:
 
 
 def _this_machine(stage: Stage, here: Topology) -> GPU:
-    """A GPU of the memory that this stage may still fill."""
+    """A GPU of the memory that this stage may fill: what is free, and what it has filled already, which the planner counts too."""
     if stage.device.type == "cuda":
-        free = torch.cuda.mem_get_info(stage.device)[0]
+        memory = torch.cuda.mem_get_info(stage.device)[0] + torch.cuda.memory_reserved(stage.device)
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // here.local_world
-    return replace(find_gpu("cpu"), memory_gb=free / 1e9, bf16=1.0 if stage.bf16 else None, fixed_gb=0.0)
+        memory = _available() // here.local_world + sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
+    return replace(find_gpu("cpu"), memory_gb=memory / 1e9, bf16=1.0 if stage.bf16 else None, fixed_gb=0.0)
+
+
+def _available(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of memory that processes can still have; Linux counts the page cache, which gives way, among them."""
+    if meminfo.is_file() and (found := re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)):
+        return 1024 * int(found[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
