@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from ..config import Config
 from ..errors import ThinpipeError
 from ..lab.links import Link
-from .counts import StageSizes, flops, message_bytes, stage_sizes, tied_bytes
+from .counts import StageSizes, flops, message_bytes, stage_sizes, tied_bytes, weight_copies
 
 UTILISATION = 0.4
 """Share of the dense peak rate that training reaches. An assumption: reports of well-fed GPUs range from 0.3 to 0.5."""
 
 # Memory traffic beside the products, in bytes per parameter. Of each backward: a gradient is written (in bf16, then widened)
-# and added to what is there; the key tells whether products run in bf16.
+# and added to what is there; the key tells whether it is a product's in bf16. That of a table is as large as the table.
 _ACCUMULATE = {True: 20, False: 16}
-# Once a step: the weights' bf16 copies are made; the gradients' norm, and gradient, parameter and two moments of AdamW.
-_CAST = {True: 6, False: 0}
+# Once a step: the gradients' norm, and gradient, parameter and two moments of AdamW.
 _STEP = 40
 
 
@@ -156,12 +155,12 @@ def costs_by_formula(config: Config, vocab: int, gpu: GPU) -> Costs:
 def _compute_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> tuple[float, float]:
     precision = config.run.precision
     forward, backward = flops(sizes, config.micro_batch, config.pipeline.recompute)
-    traffic = _ACCUMULATE[gpu.uses_bf16(precision)] * sizes.products
+    traffic = _ACCUMULATE[gpu.uses_bf16(precision)] * sizes.multiplied + _ACCUMULATE[False] * sizes.spec.vocab * sum(sizes.lookups)
     return forward / gpu.rate(precision), backward / gpu.rate(precision) + traffic / (gpu.bandwidth * 1e9)
 
 
 def _optimizer_seconds(sizes: StageSizes, config: Config, gpu: GPU) -> float:
-    traffic = _STEP * sizes.parameters + _CAST[gpu.uses_bf16(config.run.precision)] * sizes.products
+    traffic = _STEP * sizes.parameters + 3 * weight_copies(sizes, gpu.uses_bf16(config.run.precision))  # 2 bytes written of 4 read
     seconds = traffic / (gpu.bandwidth * 1e9)
     if config.optim.hidden == "muon":
         # Five Newton-Schulz steps X <- aX + (bA + cA^2)X, A = X X^T, on the shorter side (torch.optim.Muon).

@@ -106,6 +106,9 @@ class StageSizes:
     """Numbers per token that segments' tables lift to full width, all together; behind the last block once more."""
     local: tuple[int, ...]
     """Numbers per token that each local loss's table takes."""
+    lookups: tuple[int, ...]
+    """Widths of the tables that ids are looked up in, of trained numbers: the embedding, segments' tables and, behind the last
+    block, the last segment's once more (0: none)."""
     static: int
     """Bytes of the static table."""
     is_first: bool
@@ -134,6 +137,11 @@ class StageSizes:
     def scored(self) -> int:
         """Sizes of the tables that local losses use as heads, all together."""
         return self.spec.vocab * sum(self.local)
+
+    @property
+    def multiplied(self) -> int:
+        """Numbers that take part in matrix products, a table's each time that it is a head."""
+        return self.products + (self.head if self.tied else 0) + self.scored
 
     @property
     def local_reads(self) -> int:
@@ -196,6 +204,7 @@ def stage_sizes(config: Config, spec: ModelSpec, stage: int) -> StageSizes:
         known=with_table + (has_static(config) and with_table < len(segments)),
         table_lifts=table_lifts,
         local=tuple(local),
+        lookups=(embedding.outputs,) * (stage == 0) + (table,) * with_table + (table if is_last and with_table else 0,),
         static=static_bytes(config, spec),
         is_first=stage == 0,
         is_last=is_last,
@@ -229,7 +238,7 @@ def flops(sizes: StageSizes, micro_batch: int, recompute: bool) -> tuple[float, 
     """
     spec = sizes.spec
     tokens = micro_batch * spec.context
-    products = 2.0 * tokens * (sizes.products + (sizes.head if sizes.tied else 0) + sizes.scored)
+    products = 2.0 * tokens * sizes.multiplied
     attention = 2.0 * tokens * spec.context * spec.width * sizes.layers
     reads = 4.0 * tokens * sizes.rank * spec.width * sizes.constrained
     lifts = 2.0 * tokens * spec.width * (sizes.rank * (sizes.cuts + sizes.local_reads) + sizes.table_lifts)
@@ -273,7 +282,7 @@ def saved_bytes(sizes: StageSizes, micro_batch: int, bf16: bool, recompute: bool
 
 def weight_copies(sizes: StageSizes, bf16: bool) -> int:
     """Bytes of the bf16 copies of the weights that a step's micro-batches share (Pipeline.step's autocast)."""
-    tied = sum(matrix.size for matrix in sizes.matrices if matrix.kind == "embedding" and sizes.is_last and sizes.tied)
+    tied = sizes.matrices[0].size if sizes.is_last and sizes.tied else 0
     return 2 * (sizes.products + tied + sizes.scored) if bf16 else 0
 
 
@@ -299,9 +308,10 @@ def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, 
 
     Assumes: parameters, gradients and moments in float32, and `weight_copies`; AdamW with two moments, of which the second is
     one number per row for coordinates (METHOD.md section 3), Muon with one for the blocks' matrices; activations as `saved_bytes`;
-    working space for the largest of: the gradients inside SwiGLU, a matrix's gradient (in bf16, then in float32) and, on the
-    last stage, the logits and their gradient beside the saved log-probabilities, or E + A_T U^T in the making; `fixed` for
-    libraries. Messages lie in host memory and aren't counted; neither is fragmentation.
+    working space for the largest of: the gradients inside SwiGLU, a matrix's gradient (in bf16, then in float32), a table's and,
+    with a head, the logits and their gradient beside the saved log-probabilities, or E + A_T U^T in the making; beside it the
+    gradient of a table that is used more than once, until the last one of a backward has come; `fixed` for libraries. Messages
+    lie in host memory and aren't counted; neither is fragmentation.
     """
     spec = sizes.spec
     muon = config.optim.hidden == "muon"
@@ -312,12 +322,13 @@ def stage_memory(sizes: StageSizes, config: Config, in_flight: int, bf16: bool, 
             moments += 4 * (matrix.inputs if matrix.coordinates else matrix.size)
     number = 2 if bf16 else 4
     tokens = config.micro_batch * spec.context
-    largest = max(
-        sizes.head,
-        *(spec.vocab * width for width in sizes.local),
-        *(matrix.size for matrix in sizes.matrices if matrix.kind != "embedding"),
-    )
-    working = max(2 * number * spec.hidden * tokens, (6 if bf16 else 4) * largest)
+    product, shared = (6, 4) if bf16 else (4, 8)  # of a gradient; of a head's that waits for a lookup's, in float32 with their sum
+    local, hidden = max(sizes.local, default=0), max(matrix.size for matrix in sizes.matrices if matrix.kind == "hidden")
+    waiting = spec.vocab * max(shared * local, 4 * sizes.lookups[-1])
+    if sizes.is_first and sizes.is_last and sizes.tied:
+        waiting += shared * sizes.matrices[0].size
+    working = waiting + max(2 * number * spec.hidden * tokens, product * hidden, 4 * spec.vocab * max(sizes.lookups))
+    working = max(working, product * max(sizes.head, spec.vocab * local))
     if sizes.is_last or sizes.local:
         working = max(working, 8 * spec.vocab * tokens, 8 * sizes.head if sizes.lifts_table else 0)
     return Memory(
