@@ -19,7 +19,7 @@ from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
 from thinpipe.publish import export_run
-from thinpipe.run import Result, finished, finished_by_any, open_run, result_of, whats_finished
+from thinpipe.run import Result, finished, open_run, result_of, whats_finished
 from thinpipe.tally import Tally
 from thinpipe.topology import connect
 from thinpipe.trainer import Trainer
@@ -116,11 +116,11 @@ def test_what_is_finished_is_asked_with_the_step_that_ends_it(tmp_path: Path, co
     assert finished(tmp_path / "run", asked) is not None
     assert whats_finished(tmp_path, asked).endswith("raise train.stop_at to train on")
     on = replace(asked, train=replace(asked.train, stop_at=None))
-    assert finished(tmp_path / "run", on) is None and finished_by_any(tmp_path / "run", on) is None
+    assert finished(tmp_path / "run", on) is None and finished(tmp_path / "run", on) is None
     other = replace(on, pipeline=replace(on.pipeline, replicas=2))
     (tmp_path / "run/replicas").mkdir()
     run(config(tmp_path / "run/replicas/1", corpus, train={"steps": 6}))
-    by_other = finished_by_any(tmp_path / "run", other)
+    by_other = finished(tmp_path / "run", other)
     assert by_other is not None and by_other.run == str(tmp_path / "run/replicas/1")
 
 

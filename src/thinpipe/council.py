@@ -175,8 +175,8 @@ class Council:
         source = min(staying, default=None)
         newcomers = tuple(sorted(waiting)) if source else ()
         after = Epoch(self.epoch.number + 1, tuple(sorted({*staying, *newcomers})), newcomers, source)
-        self.store.set(f"epoch/{after.number}", str(after))
         self._publish(after, str(self.epoch) if self.epoch.number else "")
+        self.store.set(f"epoch/{after.number}", str(after))
         self._enter(after)
         return after
 

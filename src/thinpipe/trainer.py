@@ -83,7 +83,8 @@ class Trainer:
         self.took_part = 0  # replicas, in the last step
         self.replicas.watch([(name, parameter) for name, parameter, _ in self.stage.roles()])
         resumed = self._resume()
-        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell)
+        asked = lambda: stop is not None and stop.asked  # noqa: E731
+        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell, asked)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         if resumed is not None:
@@ -126,7 +127,7 @@ class Trainer:
                 val_loss = self.evaluate()
             if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0 and not self.refused_in_a_row:
                 self.save()
-        self.replicas.leave(self.done_steps == config.train.steps)
+        self.replicas.leave(finished=False)
         self.save()
         self._told(self.checkpoints.finish())
         if self.checkpoints.newest != self.done_steps:
@@ -140,6 +141,8 @@ class Trainer:
         if not seconds:  # this life had nothing left to train
             losses, seconds, total = self._told_before()
         result = self._result(total, losses, val_loss, seconds)
+        if self.done_steps == config.train.steps:
+            self.replicas.leave(finished=True)  # not before there is a result: whoever comes later doesn't train
         self.metrics.close()
         return result
 
