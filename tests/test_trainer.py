@@ -19,6 +19,7 @@ from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
 from thinpipe.publish import export_run
+from thinpipe.replicas import Alone
 from thinpipe.run import Result, finished, open_run, result_of, whats_finished
 from thinpipe.tally import Tally
 from thinpipe.topology import connect
@@ -116,12 +117,28 @@ def test_what_is_finished_is_asked_with_the_step_that_ends_it(tmp_path: Path, co
     assert finished(tmp_path / "run", asked) is not None
     assert whats_finished(tmp_path, asked).endswith("raise train.stop_at to train on")
     on = replace(asked, train=replace(asked.train, stop_at=None))
-    assert finished(tmp_path / "run", on) is None and finished(tmp_path / "run", on) is None
+    assert finished(tmp_path / "run", on) is None
     other = replace(on, pipeline=replace(on.pipeline, replicas=2))
     (tmp_path / "run/replicas").mkdir()
     run(config(tmp_path / "run/replicas/1", corpus, train={"steps": 6}))
     by_other = finished(tmp_path / "run", other)
     assert by_other is not None and by_other.run == str(tmp_path / "run/replicas/1")
+
+
+def test_nobody_is_told_that_a_run_is_finished_before_its_result_stands(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """A replica that dies in its last validation would leave a run that nobody finishes."""
+    told = []
+
+    class Recorder(Alone):
+        def leave(self, finished: bool) -> None:
+            told.append((finished, (tmp_path / "run/result.json").exists()))
+
+    opened, folder, _ = open_run(config(tmp_path / "run", corpus))
+    with connect(20) as alone:
+        training = Trainer(opened, alone, folder)
+        training.replicas = Recorder()
+        assert training.fit() is not None
+    assert told == [(False, False), (True, True)]
 
 
 def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -348,16 +349,20 @@ class _Together(Alone):
         store = dist.PrefixStore(f"give/{self._epoch.number}/{newcomer[0]}/{self.here.stage}/{attempt}", self._store)
         return side_group(store, int(self._me == newcomer), 2, 1, _MEETING, self.config.network.timeout)
 
+    def _pass(self, message: dist.Work) -> None:
+        """Else a message of a group like `_between`'s had no more time than its members had to meet."""
+        message.wait(timedelta(seconds=self.config.network.timeout))
+
     def _send(self, newcomer: Member, ready: Future[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
         """A connection that breaks is made anew, and goes on where the newcomer is; one that is lost is left to its fate."""
         for attempt in range(_ATTEMPTS):
             with contextlib.suppress(RuntimeError):
                 group, has = self._between(newcomer, attempt), torch.zeros(1, dtype=torch.int64)
-                group.recv([has], 1, 0).wait()
+                self._pass(group.recv([has], 1, 0))
                 head, pieces = ready.result()
                 for message in (torch.tensor([head.numel()]), head, *pieces[int(has) :]):
-                    group.send([message], 1, 0).wait()
-                group.recv([has], 1, 0).wait()
+                    self._pass(group.send([message], 1, 0))
+                self._pass(group.recv([has], 1, 0))
                 break
 
     def _receive(self) -> State:
@@ -369,17 +374,17 @@ class _Together(Alone):
         for attempt in range(_ATTEMPTS):
             try:
                 group, size = self._between(self._me, attempt), torch.zeros(1, dtype=torch.int64)
-                group.send([torch.tensor([has])], 0, 0).wait()
-                group.recv([size], 0, 0).wait()
+                self._pass(group.send([torch.tensor([has])], 0, 0))
+                self._pass(group.recv([size], 0, 0))
                 head = torch.empty(int(size), dtype=torch.uint8)
-                group.recv([head], 0, 0).wait()
+                self._pass(group.recv([head], 0, 0))
                 if not told:
                     told = json.loads(bytes(head.numpy()))
                     tensors = {n: torch.empty(shape, dtype=getattr(torch, dtype)) for n, (dtype, shape, _) in told["tensors"].items()}
                 for piece in [piece for tensor in tensors.values() for piece in _pieces(tensor)][has:]:
-                    group.recv([piece], 0, 0).wait()
+                    self._pass(group.recv([piece], 0, 0))
                     has += 1
-                group.send([torch.tensor([has])], 0, 0).wait()
+                self._pass(group.send([torch.tensor([has])], 0, 0))
                 break
             except RuntimeError as error:
                 failure = str(error)
