@@ -340,8 +340,8 @@ class _Together(Alone):
                 work.result()
         if receiving is not None:
             state = receiving.result()
-            self._ask(Council.settle)
-        self._until(lambda: self._ask(Council.settled) is not False)
+            self._ask(lambda council: council.mark("given"))
+        self._until(lambda: self._ask(lambda council: council.marked("given", newcomers)) is not False)
         return state
 
     def _between(self, newcomer: Member, attempt: int) -> Any:
@@ -562,8 +562,9 @@ class Distant(_Together):
         options = self.config.average
         if step % options.every and not last:
             return
-        self._ask(lambda council: council.arrive(step))
-        self._until(lambda: self._ask(lambda council: council.arrived(step)) is not False)  # a slower replica may be far behind
+        self._ask(lambda council: council.mark(f"step-{step}"))
+        # A slower replica may be far behind.
+        self._until(lambda: self._ask(lambda council: council.marked(f"step-{step}", council.epoch.members)) is not False)
         ways = [self._anchor[name] - parameter for name, parameter in self._named]
         ways = self._agreed(partial(self._mean if options.wire == "float32" else self._rounded_mean, ways), settle)
         for (name, parameter), way in zip(self._named, ways, strict=True):

@@ -108,13 +108,6 @@ class Topology:
             if theirs != everyone[0][1]:
                 raise ThinpipeError(f"{what} differs between stage 0 on {everyone[0][0]} and stage {stage} on {host}; {remedy}")
 
-    def first(self, stages: int) -> Topology | None:
-        """The pipeline of the first `stages` processes; None on the others. Every process must call it."""
-        group = dist.new_group(list(range(stages)), backend="gloo")
-        if self.stage >= stages:
-            return None
-        return Topology(self.stage, stages, self.host, self.local_rank, self.local_world, group)
-
     @contextlib.contextmanager
     def naming_peers(self, *peers: int) -> Iterator[None]:
         """Turn a transfer that fails into one line that names this stage and the peers (none given: its neighbours)."""

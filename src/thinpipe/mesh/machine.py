@@ -96,9 +96,9 @@ def bring_up(mesh: Mesh, key: Path = KEY) -> Machine:
         if not device:
             _add_device(mesh.device)
         _run("wg", "syncconf", mesh.device, "/dev/stdin", stdin=wireguard(mesh, here, private))
-        _run("ip", "address", "replace", f"{here.address}/{mesh.network.prefixlen}", "dev", mesh.device)
         for old in _addresses(mesh.device) - {here.address}:  # the list has changed: it may be another machine's now
             _run("ip", "address", "delete", f"{old}/{mesh.network.prefixlen}", "dev", mesh.device)
+        _run("ip", "address", "replace", f"{here.address}/{mesh.network.prefixlen}", "dev", mesh.device)
         _run("ip", "link", "set", mesh.device, "mtu", str(mesh.mtu), "up")
     except ThinpipeError:
         if not (device or table):
