@@ -121,7 +121,7 @@ def screening(d: int) -> dict[str, Groups]:
     runs["subspace 1/8, moved every 50, step 0.5"] = compressed(**eighth, move_every=50, move_step=0.5) | SLOW
     runs["subspace 1/8, A_T from E U"] = compressed(**eighth, embedding_start=1.0) | SLOW
     runs["subspace 1/8, A_T from 0"] = compressed(**eighth, embedding_start=0.0) | SLOW
-    runs["subspace 1/8, int8, 1/16 in bytes"] = compressed(**eighth, wire="int8") | SLOW
+    runs["subspace 1/8, int8"] = compressed(**eighth, wire="int8") | SLOW
     runs["subspace 1/8, wider MLP"] = compressed(**eighth) | SLOW | {"model": {"hidden": round(10 * d / 3 / 16) * 16}}
     return runs
 
