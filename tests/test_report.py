@@ -252,11 +252,14 @@ def test_markup_stays_text(tmp_path: Path) -> None:
     bad = """</pre><script src="http://x.example/">&amp;'"""
     events = [start(), *steps(3), move(2), {"event": "complaint", "step": 2, "text": bad}, {"event": "result", "sample": bad}]
     events[0]["config"]["train"]["sample"] = bad
+    events[0]["config"]["run"] |= {"dir": "runs/secret", "prometheus": "10.77.0.1:9400"}
+    events[0]["config"]["network"]["addr"] = "10.77.0.1"
     name = r"<b onclick='x'>$\frac$&amp;" + '"\udcff'
     page = Page(report([write(tmp_path / name, events)], tmp_path / "out")["files"][-1])
     shown = name.replace("\udcff", "?")
     assert page.cells[0] == ["", shown] and f"{shown} · subspace 8×" in page.text
     assert page.text.count(bad) == 2  # the config's as JSON, where its quotation marks are escaped
+    assert not {"run.dir", "run.prometheus", "network.addr"} & {cells[0] for cells in page.cells}  # a page is passed on
     assert ["train.sample", json.dumps(bad), '"def "'] in page.cells
 
 

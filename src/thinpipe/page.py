@@ -27,7 +27,7 @@ from .run import TOKENIZER
 _UNKNOWN = "–"
 _MOST_SPANS = 40  # of refused steps
 # Where a run ran says nothing about it, and a page is passed on.
-_PRIVATE = {"run.dir", "network.rdzv", "network.addr", "network.node_rank", "network.nodes"}
+_PRIVATE = {"run.dir", "run.prometheus", "network.rdzv", "network.addr", "network.node_rank", "network.nodes"}
 
 _STYLE = """
 :root { color-scheme: light dark }
