@@ -308,6 +308,12 @@ class Trainer:
             found = find(Path(source) / "checkpoints", None, {"basis/U"}, tell)
             if found is None:
                 raise ThinpipeError(f"compression.init_from = {source!r} has no checkpoint; give a run that has one")
+            theirs, ours = found.facts["vocab"], self.stage.spec.vocab
+            if self.stage.method.digest() and theirs != ours:  # another table, whatever its seed
+                raise ThinpipeError(
+                    f"compression.init_from = {source!r} has a vocabulary of {theirs} and this run one of {ours}: another static "
+                    "embedding; make them equal, by data.tokenizer or model.vocab"
+                )
             basis_DK.copy_(found.tensor("basis/U"))
         share_owned(self.stage, self.here)
         self.stage.initialise(self.config.run.seed)
