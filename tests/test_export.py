@@ -20,7 +20,8 @@ from conftest import tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from thinpipe import publish, subspace
+from thinpipe import inference, publish, subspace
+from thinpipe.checkpoint import Checkpoint
 from thinpipe.config import Config, ModelSpec, ThinpipeError, from_dict
 from thinpipe.data import prepare
 from thinpipe.export import from_llama, initial_from_llama, llama_config, read_llama_folder, to_llama
@@ -256,6 +257,23 @@ def test_a_run_becomes_a_folder_that_transformers_loads(method: str, tied: bool,
     expected = plain_tensors(stage, torch.float32)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_the_card_counts_what_all_replicas_trained_on(
+    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, original = make_run("dense", tied=True), inference.find
+    facts: dict[str, Any] = {}
+
+    def find(*arguments: Any) -> Checkpoint | None:
+        found = original(*arguments)
+        return found and dataclasses.replace(found, facts={key: found.facts[key] for key in ("vocab", "data", "config")} | facts)
+
+    monkeypatch.setattr(inference, "find", find)
+    assert load_run(run).sequences == 12  # as older versions wrote it
+    facts["sequences"] = 10  # one of two replicas was away for a step
+    export_run(run, tmp_path / "hf")
+    assert "for 3 steps, 320 tokens" in (tmp_path / "hf/README.md").read_text()
 
 
 def test_bfloat16_reports_its_difference(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from .codecs import Cast
-from .config import Config, ModelSpec, ThinpipeError
+from .config import ModelSpec, ThinpipeError
 from .data import end_of_text_id
 from .export import INDEX, WEIGHTS, Tensors, llama_config, read_llama_folder, to_llama
 from .inference import Loaded, load_run
@@ -89,7 +89,7 @@ def _write_checked(folder: Path, run: Loaded, dtype: str, shard_bytes: int) -> d
             f"computed with {checked['checked_with']}; nothing was written\nThis is a mistake of thinpipe's; please report it."
         )
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    _write_texts(folder, {"README.md": _card(run.config, stage.spec, run.step, parameters, dtype, checked)})
+    _write_texts(folder, {"README.md": _card(run, parameters, dtype, checked)})
     files = sorted(path.name for path in folder.iterdir())
     return {"dtype": dtype, "step": run.step, "parameters": parameters, "files": files, "tokenizer": run.tokenizer is not None, **checked}
 
@@ -179,8 +179,8 @@ def _special_tokens(tokenizer: Tokenizer, end_of_text: int | None) -> dict[str, 
     return special
 
 
-def _card(config: Config, spec: ModelSpec, step: int, parameters: int, dtype: str, checked: Mapping[str, Any]) -> str:
-    tokens = step * config.train.batch * spec.context
+def _card(run: Loaded, parameters: int, dtype: str, checked: Mapping[str, Any]) -> str:
+    config, spec, tokens = run.config, run.stage.spec, run.sequences * run.stage.spec.context
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -190,7 +190,7 @@ tags: [thinpipe]
 # {config.run.name}
 
 A Llama of {parameters:,} parameters ({spec.layers} layers of width {spec.width}, context {spec.context}), trained by thinpipe
-with method "{config.compression.method}" for {step:,} steps, {tokens:,} tokens. It is a plain Llama: nothing of thinpipe's is needed
+with method "{config.compression.method}" for {run.step:,} steps, {tokens:,} tokens. It is a plain Llama: nothing of thinpipe's is needed
 to run it.
 
 ```python
