@@ -27,7 +27,7 @@ from thinpipe.data import prepare
 from thinpipe.export import from_llama, initial_from_llama, llama_config, read_llama_folder, to_llama
 from thinpipe.generate import generate
 from thinpipe.inference import load_run
-from thinpipe.method import Dense, Subspace
+from thinpipe.method import Lossy, Subspace
 from thinpipe.model import Stage, build_stages
 from thinpipe.publish import export_run, plain_tensors
 from thinpipe.run import open_run
@@ -406,15 +406,14 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
         export_run(run, tmp_path / "file" / "hf")
     (tmp_path / "file").unlink()
 
-    class Projected(Dense):
-        name, is_plain_llama = "projected", False
-
     loaded = load_run(run)
-    loaded.stage.method = Projected(loaded.stage.spec)
+    loaded.stage.method = Lossy(loaded.stage.spec)
+    lossy = dataclasses.replace(loaded.config.compression, method="topk")
+    loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, compression=lossy))
     with monkeypatch.context() as patched:
         patched.setattr(publish, "load_run", lambda folder: loaded)
         with pytest.raises(
-            ThinpipeError, match=r"method = 'projected' is not a plain Llama .*; methods 'none' and 'subspace' without tables can"
+            ThinpipeError, match=r"method = 'topk' is not a plain Llama .*; methods 'none' and 'subspace' without tables can"
         ):
             export_run(run, tmp_path / "hf")
     with monkeypatch.context() as patched:  # a swapped pair of tensors must not leave the house

@@ -60,7 +60,7 @@ def export_run(
     if out.exists() and (not out.is_dir() or any(out.iterdir()) or out.samefile(".")):  # whoever works in a folder would keep the old one
         raise ThinpipeError(f"{out} is already there and not an empty folder to spare; name a new one")
     loaded = load_run(run)
-    what = f"compression.method = {loaded.stage.method.name!r}" if not loaded.stage.method.is_plain_llama else ""
+    what = f"compression.method = {loaded.config.compression.method!r}" if not loaded.stage.method.is_plain_llama else ""
     what = what or (f"compression.stage_table = {loaded.config.compression.stage_table!r}" if loaded.stage.tables else "")
     if what:
         raise ThinpipeError(f"{what} is not a plain Llama and can't be exported; methods 'none' and 'subspace' without tables can")
