@@ -12,12 +12,16 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from thinpipe import page as pages
 from thinpipe.cli import main
 from thinpipe.config import Config, ThinpipeError, to_dict
 from thinpipe.page import report
 from thinpipe.planner import message_bytes
 from thinpipe.report import figures, loss_figure, read_runs
+from thinpipe.run import TOKENIZER
 
 PNG = b"\x89PNG\r\n\x1a\n"
 WIDTH, TOKENS = Config().sizes()["width"], Config().train.batch * Config().sizes()["context"]  # of a step in `steps`
@@ -232,6 +236,16 @@ def test_the_timeline_is_planned_over_the_known_links(tmp_path: Path) -> None:
         "loss-seconds.png",
         "report.html",
     ]
+
+
+def test_the_planned_model_has_a_row_for_the_largest_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer's ids may have holes."""
+    folder, planned = write(tmp_path / "run", [start(stages=4), *steps(3)]), []
+    Tokenizer(WordLevel({"a": 0, "b": 999})).save(str(folder / TOKENIZER))
+    original = pages.plan
+    monkeypatch.setattr(pages, "plan", lambda config, vocab, *rest: planned.append(vocab) or original(config, vocab, *rest))
+    report([folder], tmp_path / "out")
+    assert planned == [1000]
 
 
 def test_bytes_of_replicas_are_those_of_one(tmp_path: Path) -> None:
