@@ -153,8 +153,7 @@ class _Passage:
 
     @property
     def _wire_shape(self) -> tuple[int, int, int]:
-        stage = self.stage
-        return self.micro_batch, stage.spec.context, stage.codec.wire_bytes(stage.method.wire_width)
+        return self.micro_batch, self.stage.spec.context, self.stage.codec.wire_bytes
 
     @property
     def _wire_bytes(self) -> int:

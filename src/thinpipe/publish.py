@@ -221,7 +221,7 @@ def _logits(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor:
 def _compare(stage: Stage, folder: Path, ids_BT: torch.Tensor) -> dict[str, Any]:
     """What `export_run` returns about logits; leaves `stage` without wire rounding."""
     rounded_BTV = _logits(stage, ids_BT)
-    stage.codec = Cast(torch.float32)
+    stage.codec = Cast(torch.float32, stage.method.wire_width)
     ours_BTV = _logits(stage, ids_BT)
     written_BTV, checked_with = _logits_of_folder(folder, ids_BT)
     return {
@@ -240,7 +240,7 @@ def _logits_of_folder(folder: Path, ids_BT: torch.Tensor) -> tuple[torch.Tensor,
     except ImportError:
         sizes, tensors = read_llama_folder(folder)
         spec = ModelSpec(**sizes)
-        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], Cast(torch.float32), batch_tokens=1)
+        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], Cast(torch.float32, spec.width), batch_tokens=1)
         for name, parameter, _ in plain.roles():
             parameter.copy_(tensors[name])
         return _logits(plain, ids_BT), "thinpipe (transformers is not installed)"
