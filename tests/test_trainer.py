@@ -264,9 +264,11 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     (tmp_path / "warm/result.json").unlink()
     assert run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
     (tmp_path / "gone").rename(tmp_path / "source")
-    for field, value in (("rank", 4), ("method", "none")):
-        with pytest.raises(ThinpipeError, match=rf"compression\.{field}"):
+    for field, value in (("rank", 4), ("method", "none"), ("static", "gaussian"), ("static_scale", 0.5)):
+        with pytest.raises(ThinpipeError, match=rf"source' has compression\.{field} = "):
             open_run(config(tmp_path / field, corpus, compression=warm["compression"] | {field: value}))
+    with pytest.raises(ThinpipeError, match=r"has a vocabulary of 300 and this run one of 310: another static"):
+        run(config(tmp_path / "other", corpus | {"vocab": 310}, **warm))
 
 
 def test_a_sample_that_can_not_be_encoded_costs_only_the_sample(tmp_path: Path, corpus: dict[str, Any]) -> None:

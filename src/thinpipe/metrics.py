@@ -104,8 +104,6 @@ class TensorBoard:
         if kind not in self._KINDS:
             return
         numbers = {name: value for name, value in event.items() if isinstance(value, int | float) and name not in ("step", "time")}
-        if kind == "step" and event["seconds"]:
-            numbers["tokens_per_s"] = event["tokens"] / event["step"] / event["seconds"]
         values = [{"tag": f"{kind}/{name}", "simple_value": value} for name, value in numbers.items()]
         self._write(wall_time=event["time"], step=event["step"], summary={"value": values})
         if time.monotonic() - self._flushed > self._EVERY:

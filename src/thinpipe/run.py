@@ -139,6 +139,8 @@ def _agreeing(source: str, config: Config) -> Config:
     for name, his, ours in (
         ("compression.method", theirs.compression.method, config.compression.method),
         ("compression.rank", theirs.compression.rank, config.compression.rank),
+        ("compression.static", theirs.compression.static, config.compression.static),
+        ("compression.static_scale", theirs.compression.static_scale, config.compression.static_scale),
         ("model.width", theirs.sizes()["width"], config.sizes()["width"]),
     ):
         if his != ours:

@@ -311,6 +311,12 @@ class Trainer:
             found = find(Path(source) / "checkpoints", None, {"basis/U"}, tell)
             if found is None:
                 raise ThinpipeError(f"compression.init_from = {source!r} has no checkpoint; give a run that has one")
+            theirs, ours = found.facts["vocab"], self.stage.spec.vocab
+            if self.stage.method.digest() and theirs != ours:  # another table, whatever its seed
+                raise ThinpipeError(
+                    f"compression.init_from = {source!r} has a vocabulary of {theirs} and this run one of {ours}: another static "
+                    "embedding; make them equal, by data.tokenizer or model.vocab"
+                )
             basis_DK.copy_(found.tensor("basis/U"))
         share_owned(self.stage, self.here)
         self.stage.initialise(self.config.run.seed)
@@ -440,7 +446,7 @@ class Trainer:
 
     def _report(self, total: Tally, seconds: float) -> None:
         config, replicas = self.config, self.config.pipeline.replicas
-        tokens = self.stage.batch_tokens * self.took_part
+        speed = self.stage.batch_tokens * self.took_part / seconds
         lr = learning_rate(config.optim, config.train, self.done_steps - 1)
         self.metrics.event(
             "step",
@@ -450,6 +456,7 @@ class Trainer:
             lr=lr,
             seconds=seconds,
             tokens=self._tokens,
+            tokens_per_s=speed,
             wire_forward=int(total.wire_forward),
             wire_backward=int(total.wire_backward),
             refused=self.refused,
@@ -459,9 +466,7 @@ class Trainer:
         per_token, _ = self._wire_per_token(total)
         refused = f"  refused {self.refused}" if self.refused else ""
         missing = f"  without {replicas - self.took_part} of {replicas} replicas" if self.took_part < replicas else ""
-        self.metrics.progress(
-            self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}{missing}"
-        )
+        self.metrics.progress(self.done_steps, f"loss {total.loss:.3f}  {speed:,.0f} tokens/s  {per_token:g} bytes/token{refused}{missing}")
 
     @property
     def _tokens(self) -> int:
