@@ -51,7 +51,7 @@ def stage(method: str, batch: int, tokens: int) -> None:
             times.append(time.perf_counter())
         if here.is_first:
             steps = [b - a for a, b in pairwise(times[1:])]
-            sent = model.codec.wire_bytes(model.method.wire_width)
+            sent = model.codec.wire_bytes
             print(json.dumps({"prompt_s": times[1] - times[0], "token_ms": 1e3 * median(steps), "bytes": sent}), flush=True)
 
 

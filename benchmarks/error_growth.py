@@ -146,7 +146,7 @@ class Models:
             (stage,) = build_stages(c, self.vocab)
             weights = train(c, self.steps) if self.steps else stage.weights()
             stage.load_weights(weights)
-            stage.double().codec = Cast(torch.float64)
+            stage.double().codec = Cast(torch.float64, stage.method.wire_width)
             self._known[key] = weights, observe(stage, self.tokens_BS)
         return self._known[key]
 

@@ -121,7 +121,7 @@ def screening(d: int) -> dict[str, Groups]:
     runs["subspace 1/8, moved every 50, step 0.5"] = compressed(**eighth, move_every=50, move_step=0.5) | SLOW
     runs["subspace 1/8, A_T from E U"] = compressed(**eighth, embedding_start=1.0) | SLOW
     runs["subspace 1/8, A_T from 0"] = compressed(**eighth, embedding_start=0.0) | SLOW
-    runs["subspace 1/8, int8, 1/16 in bytes"] = compressed(**eighth, wire="int8") | SLOW
+    runs["subspace 1/8, int8"] = compressed(**eighth, wire="int8") | SLOW
     runs["subspace 1/8, wider MLP"] = compressed(**eighth) | SLOW | {"model": {"hidden": round(10 * d / 3 / 16) * 16}}
     return runs
 
@@ -272,13 +272,19 @@ def table(tier: int, groups: Results) -> str:
 
 
 def publish(tier: int, text: str) -> None:
-    """Put a table into its place in learning.md."""
+    """Put a table into its place in learning.md; ends with an error where there is none."""
     page = DOCS / "learning.md"
     place = re.compile(rf"(?<=<!-- tier {tier} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    write_whole(page, place.sub(lambda _: text + "\n\n", page.read_text(), count=1))
+    written, places = place.subn(lambda _: text + "\n\n", page.read_text(), count=1)
+    if not places:
+        sys.exit(f"{page} has no place for this table; give it the lines <!-- tier {tier} --> and <!-- end -->")
+    write_whole(page, written)
 
 
-def plot(tier: int, groups: Results) -> Path:
+def plot(tier: int, groups: Results) -> Path | None:
+    """The picture's path; None, and nothing drawn, where a run is missing without which it says nothing."""
+    if tier == 3 and not all(set(PAIR) <= runs.keys() for runs in (by_name(2), groups)):
+        return None
     figure = Figure(figsize=(5.0, 5.2), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
@@ -375,9 +381,9 @@ def main() -> None:
         print("no dense run yet")
         return
     text = table(arguments.tier, groups)
-    publish(arguments.tier, text)
     print(text)
-    print(plot(arguments.tier, groups))
+    print(plot(arguments.tier, groups) or "no plot yet")
+    publish(arguments.tier, text)
 
 
 if __name__ == "__main__":

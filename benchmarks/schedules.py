@@ -59,7 +59,7 @@ class Sleeper(nn.Module):
         self.is_first, self.is_last = here.is_first, here.is_last
         self.spec = SimpleNamespace(context=TOKENS, tied=False)
         self.method = SimpleNamespace(wire_width=width)
-        self.codec, self.dtype, self.device, self.bf16 = Cast(torch.bfloat16), torch.float32, torch.device("cpu"), False
+        self.codec, self.dtype, self.device, self.bf16 = Cast(torch.bfloat16, width), torch.float32, torch.device("cpu"), False
         self.receives_ids = self.sends_ids = False
         self.weight = nn.Parameter(torch.ones(()))
 

@@ -57,7 +57,7 @@ def test_bytes_are_those_that_the_planner_counts(wire: str, method: str, width: 
     message = codec.encode(x)
     gradient = codec.encode_gradient(x, codec.places(message))
     expected = planner.wire_bytes(compression, width)
-    assert codec.wire_bytes(crossing) == expected
+    assert codec.wire_bytes == expected
     for sent in (message, gradient):
         assert sent.dtype == torch.uint8 and sent.shape == (2, 3, expected)
     assert codec.decode(message, torch.float64).shape == codec.decode_gradient(gradient, torch.float64).shape == x.shape
@@ -189,7 +189,7 @@ def test_zeros_huge_numbers_and_what_is_not_finite(wire: str, method: str) -> No
 def test_top_k_against_a_sort(width: int, keep: int, seed: int) -> None:
     keep = min(keep, width)
     x, g = random(2, 3, width, seed=seed), random(2, 3, width, seed=seed + 1)
-    codec = TopK(width, keep, Cast(torch.float32))
+    codec = TopK(width, keep, Cast(torch.float32, keep))
     message = codec.encode(x)
     for row, seen, gradient, g_row in zip(
         x.flatten(0, 1).numpy(),
@@ -206,7 +206,7 @@ def test_top_k_against_a_sort(width: int, keep: int, seed: int) -> None:
 def test_top_k_at_the_widest() -> None:
     x = torch.zeros(1, 1, 2**16)
     x[..., -2:], x[..., 40_000] = torch.tensor([3.0, -4.0]), 5.0
-    assert torch.equal(there(TopK(2**16, 3, Cast(torch.float32)), x), x)
+    assert torch.equal(there(TopK(2**16, 3, Cast(torch.float32, 3)), x), x)
 
 
 def test_a_cut_is_the_codec_both_ways() -> None:
@@ -221,7 +221,7 @@ def test_a_cut_is_the_codec_both_ways() -> None:
             assert torch.equal(x.grad, back(codec, g, codec.places(codec.encode(x.detach()))))  # type: ignore[arg-type]
     # Top-k's gradient is its derivative.
     y = x.detach().double().requires_grad_()
-    exact = cross(y, TopK(16, 6, Cast(torch.float64)))
+    exact = cross(y, TopK(16, 6, Cast(torch.float64, 6)))
     exact.backward(g.double())
     assert torch.equal(y.grad, torch.where(exact != 0, g.double(), 0.0))  # type: ignore[arg-type]
 
@@ -268,7 +268,5 @@ def test_only_plain_models_export() -> None:
     plain = {}
     for method in ("none", "subspace", "topk", "quantize", "lowrank"):
         c = config(method=method, rank=4, wire="int4")
-        made = make_method(c.compression, c.spec(300), 8, 0)
-        assert made.name == method
-        plain[method] = made.is_plain_llama
+        plain[method] = make_method(c.compression, c.spec(300), 8, 0).is_plain_llama
     assert plain == {"none": True, "subspace": True, "topk": False, "quantize": False, "lowrank": False}

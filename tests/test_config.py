@@ -121,6 +121,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"compression": {"rank": -4}}, "compression.rank = -4"),
     ({"compression": {"method": "quantize"}}, "compression.wire = 'bfloat16'"),
     ({"compression": {"method": "topk", "rank": 33}}, "compression.rank = 33"),
+    *(
+        ({"compression": {"method": method, "wire": "int8", "init_from": "runs/a"}}, "compression.init_from = 'runs/a'")
+        for method in ("none", "topk", "quantize")
+    ),
     ({"compression": {"segments": 2}, "pipeline": {"stages": 3}}, "pipeline.stages = 3"),
     ({"compression": {"segments": 9}}, "compression.segments = 9"),
     ({"compression": {"segments": None}, "pipeline": {"stages": 9}}, "compression.segments = 9"),

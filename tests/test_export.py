@@ -20,13 +20,14 @@ from conftest import tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from thinpipe import publish, subspace
+from thinpipe import inference, publish, subspace
+from thinpipe.checkpoint import Checkpoint
 from thinpipe.config import Config, ModelSpec, ThinpipeError, from_dict
 from thinpipe.data import prepare
 from thinpipe.export import from_llama, initial_from_llama, llama_config, read_llama_folder, to_llama
 from thinpipe.generate import generate
 from thinpipe.inference import load_run
-from thinpipe.method import Dense, Subspace
+from thinpipe.method import Lossy, Subspace
 from thinpipe.model import Stage, build_stages
 from thinpipe.publish import export_run, plain_tensors
 from thinpipe.run import open_run
@@ -258,6 +259,23 @@ def test_a_run_becomes_a_folder_that_transformers_loads(method: str, tied: bool,
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
+def test_the_card_counts_what_all_replicas_trained_on(
+    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, original = make_run("dense", tied=True), inference.find
+    facts: dict[str, Any] = {}
+
+    def find(*arguments: Any) -> Checkpoint | None:
+        found = original(*arguments)
+        return found and dataclasses.replace(found, facts={key: found.facts[key] for key in ("vocab", "data", "config")} | facts)
+
+    monkeypatch.setattr(inference, "find", find)
+    assert load_run(run).sequences == 12  # as older versions wrote it
+    facts["sequences"] = 10  # one of two replicas was away for a step
+    export_run(run, tmp_path / "hf")
+    assert "for 3 steps, 320 tokens" in (tmp_path / "hf/README.md").read_text()
+
+
 def test_bfloat16_reports_its_difference(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run("factored", tied=False)
     result = export_run(run, tmp_path / "bf16", "bfloat16")
@@ -388,15 +406,14 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
         export_run(run, tmp_path / "file" / "hf")
     (tmp_path / "file").unlink()
 
-    class Projected(Dense):
-        name, is_plain_llama = "projected", False
-
     loaded = load_run(run)
-    loaded.stage.method = Projected(loaded.stage.spec)
+    loaded.stage.method = Lossy(loaded.stage.spec)
+    lossy = dataclasses.replace(loaded.config.compression, method="topk")
+    loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, compression=lossy))
     with monkeypatch.context() as patched:
         patched.setattr(publish, "load_run", lambda folder: loaded)
         with pytest.raises(
-            ThinpipeError, match=r"method = 'projected' is not a plain Llama .*; methods 'none' and 'subspace' without tables can"
+            ThinpipeError, match=r"method = 'topk' is not a plain Llama .*; methods 'none' and 'subspace' without tables can"
         ):
             export_run(run, tmp_path / "hf")
     with monkeypatch.context() as patched:  # a swapped pair of tensors must not leave the house

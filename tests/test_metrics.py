@@ -45,7 +45,8 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 
 
 def step(metrics: Metrics, number: int, loss: float | None = 2.0) -> None:
-    metrics.event("step", step=number, loss=loss, seconds=0.5, tokens=256 * number, wire_forward=100, wire_backward=300, refused=0)
+    sizes = {"tokens": 256 * number, "tokens_per_s": 512.0, "wire_forward": 100, "wire_backward": 300}
+    metrics.event("step", step=number, loss=loss, seconds=0.5, refused=0, **sizes)
 
 
 def test_a_run_is_watched(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

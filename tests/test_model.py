@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from thinpipe.data import PAD
 from thinpipe.generate import pick
 from thinpipe.method import Subspace
 from thinpipe.model import KVCache, Stage, build_stages
+from thinpipe.pipeline import gradient_squares
 
 VOCAB = 60
 
@@ -51,6 +53,19 @@ def test_stages_do_not_change_the_model(method: str, tied: bool) -> None:
     for grads in gradients[1:]:
         assert grads.keys() == gradients[0].keys()
         assert all(torch.allclose(grads[name], gradients[0][name], rtol=1e-5, atol=1e-8) for name in grads)
+
+
+@pytest.mark.parametrize("extras", [{}, {"stage_table": "full", "local_loss": 0.3}], ids=["plain", "tables, local losses"])
+def test_the_norm_is_the_same_bits_for_any_number_of_stages(extras: dict[str, Any]) -> None:
+    """Sums depend on their order: the tally's is the model's, from the last parameter to the first."""
+    norms, names = set(), set()
+    for stages in (1, 2, 4):
+        cut = build_stages(config(stages, compression={"method": "projected", "rank": 8, "segments": 8} | extras), VOCAB)
+        chain(cut, batch()).backward()
+        norms.add(sum((square for stage in reversed(cut) for square in gradient_squares(stage)), 0.0).hex())
+        names.add(tuple(name for stage in cut for name, _, _ in stage.roles()))
+        assert all(len(list(stage.roles())) == len(list(stage.parameters())) for stage in cut)
+    assert len(norms) == len(names) == 1
 
 
 def test_dense_equals_transformers() -> None:

@@ -1,6 +1,7 @@
 """One-stage pipelines: shapes, precision, padding."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_bf16_keeps_parameters_norms_and_moments_in_float32() -> None:
 def test_the_gradient_is_that_of_the_mean_over_the_batch() -> None:
     c = config(compression={"method": "none", "wire": "float32"})
     stage, whole = build_stages(c, VOCAB)[0].double(), build_stages(c, VOCAB)[0].double()
-    stage.codec = whole.codec = type(stage.codec)(torch.float64)
+    stage.codec = whole.codec = replace(stage.codec, dtype=torch.float64)
     tokens = batch()
     with connect(10) as alone:
         loss = Pipeline(stage, alone, c.pipeline, c.micro_batch).step(tokens)

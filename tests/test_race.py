@@ -16,7 +16,7 @@ import pytest
 from conftest import tiny
 
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
-from thinpipe.planner import average_bytes
+from thinpipe.planner import Costs, average_bytes
 from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _rows, _time_step, figures, steps_to
 
 
@@ -61,6 +61,8 @@ def test_a_slower_learner_may_win_by_time() -> None:
         ({"data": {"vocab": 400}}, "data differs between a and b"),
         ({"train": {"batch": 8}}, "train.batch differs"),
         ({"train": {"steps": 7}}, "train.steps differs"),
+        ({"train": {"eval_batches": 1}}, "train.eval_batches differs"),
+        ({"model": {"context": 8}}, "model.context differs"),
         ({"run": {"seed": 1}}, "run.seed differs"),
         ({"train": {"eval_every": 0}}, "b: train.eval_every = 0"),
         ({"pipeline": {"stages": 1}}, "b: pipeline.stages = 1 has no link"),
@@ -93,6 +95,15 @@ def test_bytes_of_a_tied_table_count_in_every_replica() -> None:
     boundary = 16 * 16 * 8 * 2 * 2  # tokens, coordinates, bytes, both ways
     assert [told(replicas, tied=False) for replicas in (1, 2)] == [boundary] * 2
     assert [told(replicas, tied=True) for replicas in (1, 2)] == [boundary + replicas * 2 * 300 * 8 * 4 for replicas in (1, 2)]
+
+
+def test_planned_stages_have_machines_of_their_own(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were measured on the cores of one, all at once."""
+    costs = Costs((0.1,) * 4, (0.2,) * 4, (0.0,) * 4, 10, 10, cores=1)
+    monkeypatch.setattr("thinpipe.race.calibrate", lambda *_: costs)
+    raced = entry("a", pipeline={"stages": 4, "micro_batches": 4}, data=corpus)
+    seconds = _time_step(replace(raced, link="unlimited"), tmp_path, "planner", print, debug=False)
+    assert seconds == pytest.approx((4 + 3) * 0.3)  # four micro-batches, and three stages to get through; one core would need 4.8
 
 
 def test_a_loss_that_is_no_number_leaves_the_other_curves() -> None:

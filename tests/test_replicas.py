@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from thinpipe import council, replicas
 from thinpipe.config import Config, from_dict
 from thinpipe.council import Council, Epoch
-from thinpipe.errors import ThinpipeError
+from thinpipe.errors import Stopped, ThinpipeError
 from thinpipe.replicas import ALONE, Distant, Synchronous, join_replicas, outer_step
 from thinpipe.tally import Tally
 from thinpipe.topology import PeerLost, Topology, connect, side_group
@@ -423,3 +423,25 @@ def test_one_replica_is_alone_without_a_meeting() -> None:
     config = Config()
     assert join_replicas(replace(config, pipeline=replace(config.pipeline, replicas=1)), None) is ALONE  # type: ignore[arg-type]
     assert ALONE.enter(0, {}, None, None, None) and ALONE.finish() and not ALONE.follow(Tally())  # type: ignore[arg-type]
+
+
+def test_who_waits_for_replicas_may_be_stopped(port: int, here: Topology) -> None:
+    one = join_replicas(settings(port, 0, 2), here)
+    one.watch([])
+    with pytest.raises(Stopped):
+        one.enter(0, {}, lambda: ({}, {}), lambda *_: None, lambda _: None, asked=lambda: True)
+
+
+def test_a_newcomer_waits_for_a_state_that_takes_long_to_pack(port: int, here: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, packed = Pair(port, here), replicas._packed
+
+    def slowly(*state: Any) -> Any:
+        time.sleep(4.0)
+        return packed(*state)
+
+    monkeypatch.setattr(replicas, "_packed", slowly)
+    monkeypatch.setattr(replicas, "_MEETING", 2.5)
+    monkeypatch.setattr(replicas, "_ATTEMPTS", 1)
+    pair.enter((3, 9))
+    assert pair.taken[0][1] == {"step": 9}
+    pair.close()

@@ -12,12 +12,16 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from thinpipe import page as pages
 from thinpipe.cli import main
 from thinpipe.config import Config, ThinpipeError, to_dict
 from thinpipe.page import report
 from thinpipe.planner import message_bytes
 from thinpipe.report import figures, loss_figure, read_runs
+from thinpipe.run import TOKENIZER
 
 PNG = b"\x89PNG\r\n\x1a\n"
 WIDTH, TOKENS = Config().sizes()["width"], Config().train.batch * Config().sizes()["context"]  # of a step in `steps`
@@ -234,14 +238,25 @@ def test_the_timeline_is_planned_over_the_known_links(tmp_path: Path) -> None:
     ]
 
 
+def test_the_planned_model_has_a_row_for_the_largest_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer's ids may have holes."""
+    folder, planned = write(tmp_path / "run", [start(stages=4), *steps(3)]), []
+    Tokenizer(WordLevel({"a": 0, "b": 999})).save(str(folder / TOKENIZER))
+    original = pages.plan
+    monkeypatch.setattr(pages, "plan", lambda config, vocab, *rest: planned.append(vocab) or original(config, vocab, *rest))
+    report([folder], tmp_path / "out")
+    assert planned == [1000]
+
+
 def test_bytes_of_replicas_are_those_of_one(tmp_path: Path) -> None:
     """Two replicas share the batch; what is counted crosses the boundary of the first one."""
     begun = start("none", stages=2)
     begun["config"]["pipeline"]["replicas"] = 2
     share = 2 * WIDTH * TOKENS // 2
-    page = Page(
-        report([write(tmp_path / "run", [begun, *steps(9, wire_forward=share, wire_backward=share)])], tmp_path / "out")["files"][-1]
-    )
+    events = [begun, *steps(9, wire_forward=share, wire_backward=share)]
+    for event in events[5:]:  # one is lost
+        event["tokens"] = (4 + event["step"]) * TOKENS // 2
+    page = Page(report([write(tmp_path / "run", events)], tmp_path / "out")["files"][-1])
     assert page.row("wire bytes per token") == ["192"] and page.row("compression") == ["1×"]
     assert page.row("none") == page.row("dense, bfloat16") == [f"{share:,}"] * 2
 
@@ -251,11 +266,14 @@ def test_markup_stays_text(tmp_path: Path) -> None:
     bad = """</pre><script src="http://x.example/">&amp;'"""
     events = [start(), *steps(3), move(2), {"event": "complaint", "step": 2, "text": bad}, {"event": "result", "sample": bad}]
     events[0]["config"]["train"]["sample"] = bad
+    events[0]["config"]["run"] |= {"dir": "runs/secret", "prometheus": "10.77.0.1:9400"}
+    events[0]["config"]["network"]["addr"] = "10.77.0.1"
     name = r"<b onclick='x'>$\frac$&amp;" + '"\udcff'
     page = Page(report([write(tmp_path / name, events)], tmp_path / "out")["files"][-1])
     shown = name.replace("\udcff", "?")
     assert page.cells[0] == ["", shown] and f"{shown} · subspace 8×" in page.text
     assert page.text.count(bad) == 2  # the config's as JSON, where its quotation marks are escaped
+    assert not {"run.dir", "run.prometheus", "network.addr"} & {cells[0] for cells in page.cells}  # a page is passed on
     assert ["train.sample", json.dumps(bad), '"def "'] in page.cells
 
 

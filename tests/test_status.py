@@ -24,7 +24,7 @@ def start(step: int) -> dict[str, Any]:
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
-    return {"event": "step", "step": number, "loss": 3.5, "seconds": 0.5, "tokens": 256 * number, **more}
+    return {"event": "step", "step": number, "loss": 3.5, "seconds": 0.5, "tokens": 256 * number, "tokens_per_s": 1024.0, **more}
 
 
 def test_a_run_under_way(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     told = status(write(tmp_path, events))
     assert (told["step"], told["steps"], told["stages"], told["loss"], told["val_loss"]) == (2, 6, 3, 3.5, 3.25)
     assert (told["restarts"], told["refused_steps"], told["checkpoint"], told["finished"]) == (1, 1, 1, False)
-    assert told["tokens_per_s"] == 512.0 and 39 < told["silent_s"] < 60
+    assert told["tokens_per_s"] == 1024.0 and 39 < told["silent_s"] < 60
     assert told["link_mbit"] == pytest.approx(400_000 * 8 / 4 / 0.5 / 1e6)  # two boundaries, two directions
     assert (told["total_bytes_forward"], told["total_bytes_backward"]) == (100_000, 300_000)
     assert told["complaints"] == ["disk full"]
@@ -49,7 +49,7 @@ def test_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
     assert told["finished"] and "finished" in describe(told)["step"] and told["link_mbit"] == 0.0
 
 
-@pytest.mark.parametrize("events", [[], [step(1)], [start(0), step(1, tokens="many")], [{"event": "start"}]])
+@pytest.mark.parametrize("events", [[], [step(1)], [start(0), step(1, seconds="many")], [{"event": "start"}]])
 def test_what_is_no_run_is_named(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     with pytest.raises(ThinpipeError, match=str(tmp_path)):
         status(write(tmp_path, events))

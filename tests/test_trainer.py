@@ -19,7 +19,8 @@ from thinpipe.inference import evaluate, load_run
 from thinpipe.method import Subspace
 from thinpipe.metrics import read_events
 from thinpipe.publish import export_run
-from thinpipe.run import Result, finished, finished_by_any, open_run, result_of, whats_finished
+from thinpipe.replicas import Alone
+from thinpipe.run import Result, finished, open_run, result_of, whats_finished
 from thinpipe.tally import Tally
 from thinpipe.topology import connect
 from thinpipe.trainer import Trainer
@@ -116,12 +117,28 @@ def test_what_is_finished_is_asked_with_the_step_that_ends_it(tmp_path: Path, co
     assert finished(tmp_path / "run", asked) is not None
     assert whats_finished(tmp_path, asked).endswith("raise train.stop_at to train on")
     on = replace(asked, train=replace(asked.train, stop_at=None))
-    assert finished(tmp_path / "run", on) is None and finished_by_any(tmp_path / "run", on) is None
+    assert finished(tmp_path / "run", on) is None
     other = replace(on, pipeline=replace(on.pipeline, replicas=2))
     (tmp_path / "run/replicas").mkdir()
     run(config(tmp_path / "run/replicas/1", corpus, train={"steps": 6}))
-    by_other = finished_by_any(tmp_path / "run", other)
+    by_other = finished(tmp_path / "run", other)
     assert by_other is not None and by_other.run == str(tmp_path / "run/replicas/1")
+
+
+def test_nobody_is_told_that_a_run_is_finished_before_its_result_stands(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """A replica that dies in its last validation would leave a run that nobody finishes."""
+    told = []
+
+    class Recorder(Alone):
+        def leave(self, finished: bool) -> None:
+            told.append((finished, (tmp_path / "run/result.json").exists()))
+
+    opened, folder, _ = open_run(config(tmp_path / "run", corpus))
+    with connect(20) as alone:
+        training = Trainer(opened, alone, folder)
+        training.replicas = Recorder()
+        assert training.fit() is not None
+    assert told == [(False, False), (True, True)]
 
 
 def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]) -> None:
@@ -247,9 +264,11 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     (tmp_path / "warm/result.json").unlink()
     assert run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
     (tmp_path / "gone").rename(tmp_path / "source")
-    for field, value in (("rank", 4), ("method", "none")):
-        with pytest.raises(ThinpipeError, match=rf"compression\.{field}"):
+    for field, value in (("rank", 4), ("method", "none"), ("static", "gaussian"), ("static_scale", 0.5)):
+        with pytest.raises(ThinpipeError, match=rf"source' has compression\.{field} = "):
             open_run(config(tmp_path / field, corpus, compression=warm["compression"] | {field: value}))
+    with pytest.raises(ThinpipeError, match=r"has a vocabulary of 300 and this run one of 310: another static"):
+        run(config(tmp_path / "other", corpus | {"vocab": 310}, **warm))
 
 
 def test_a_sample_that_can_not_be_encoded_costs_only_the_sample(tmp_path: Path, corpus: dict[str, Any]) -> None:

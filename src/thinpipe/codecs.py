@@ -25,11 +25,12 @@ class Codec(Protocol):
     Whatever is rounded or left out, a token with a number that is not finite arrives as one, so that the step is refused.
     """
 
-    def wire_bytes(self, width: int) -> int:
-        """Bytes per token and direction for `width` numbers."""
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes per token and direction."""
 
     def encode(self, c_BTW: torch.Tensor) -> torch.Tensor:
-        """The bytes that travel, uint8 (B, T, wire_bytes(W))."""
+        """The bytes that travel, uint8 (B, T, wire_bytes)."""
 
     def decode(self, wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What the other side makes of them, (B, T, W)."""
@@ -39,7 +40,7 @@ class Codec(Protocol):
         return None
 
     def encode_gradient(self, g_BTW: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """The gradient's bytes, uint8 (B, T, wire_bytes(W)), at the forward's `places`."""
+        """The gradient's bytes, uint8 (B, T, wire_bytes), at the forward's `places`."""
 
     def decode_gradient(self, wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What the other side makes of them, (B, T, W)."""
@@ -47,12 +48,14 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Numbers rounded to a floating-point type, gradients alike."""
+    """W numbers rounded to a floating-point type, gradients alike."""
 
     dtype: torch.dtype
+    width: int
 
-    def wire_bytes(self, width: int) -> int:
-        return width * self.dtype.itemsize
+    @property
+    def wire_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
 
     def encode(self, c_BTW: torch.Tensor) -> torch.Tensor:
         return _bytes(c_BTW.to(self.dtype))
@@ -86,8 +89,9 @@ class Integers(Codec):
     width: int
     stochastic: bool = True
 
-    def wire_bytes(self, width: int) -> int:
-        return _STEP.itemsize + -(-width * self.bits // 8)
+    @property
+    def wire_bytes(self) -> int:
+        return _STEP.itemsize + -(-self.width * self.bits // 8)
 
     def encode(self, c_BTW: torch.Tensor) -> torch.Tensor:
         c_BTW = c_BTW.float()
@@ -146,15 +150,17 @@ class TopK(Codec):
 
     Args:
         width: W.
-        inner: how the K values travel.
+        keep: K.
+        inner: how the K values travel; its width is K.
     """
 
     width: int
     keep: int
     inner: Codec
 
-    def wire_bytes(self, width: int) -> int:
-        return self.inner.wire_bytes(self.keep) + 2 * self.keep
+    @property
+    def wire_bytes(self) -> int:
+        return self.inner.wire_bytes + 2 * self.keep
 
     def encode(self, c_BTW: torch.Tensor) -> torch.Tensor:
         places = c_BTW.abs().topk(self.keep, dim=-1).indices
@@ -234,5 +240,5 @@ def make_codec(compression: CompressionConfig, width: int, wire: str | None = No
     if wire in BITS:
         codec: Codec = Integers(BITS[wire], keep, compression.rounding == "stochastic")
     else:
-        codec = Cast(getattr(torch, wire))
+        codec = Cast(getattr(torch, wire), keep)
     return TopK(width, keep, codec) if compression.method == "topk" else codec

@@ -127,7 +127,7 @@ class CompressionConfig:
     move_step: float = 0.25
     """Step size of a subspace move, free of the gradient's scale, in (0, 0.5]."""
     init_from: str | None = None
-    """A run of the same width and rank, whose last checkpoint's basis and whose static embedding this one starts with."""
+    """A run of the same width, rank and vocabulary, whose last checkpoint's basis and whose static embedding this one starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,6 +385,11 @@ def _check(config: Config) -> None:
         raise ThinpipeError(f'model.width = {width} is above 65536, which method "topk" can name places in; use a smaller one')
     if c.method not in WITHOUT_RANK and c.rank > width:
         raise ThinpipeError(f"compression.rank = {c.rank} is above model.width = {width}; use {width // 8} for 8x compression")
+    if c.init_from is not None and c.method in (*WITHOUT_RANK, "topk"):
+        raise ThinpipeError(
+            f"compression.init_from = {c.init_from!r} gives a basis, which compression.method = {c.method!r} has none of; "
+            'leave it out, or use "subspace", "projected" or "lowrank"'
+        )
     if p.stages > config.segments:
         raise ThinpipeError(
             f"pipeline.stages = {p.stages} is above compression.segments = {config.segments}; "

@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -175,28 +175,19 @@ class Council:
         source = min(staying, default=None)
         newcomers = tuple(sorted(waiting)) if source else ()
         after = Epoch(self.epoch.number + 1, tuple(sorted({*staying, *newcomers})), newcomers, source)
-        self.store.set(f"epoch/{after.number}", str(after))
         self._publish(after, str(self.epoch) if self.epoch.number else "")
+        self.store.set(f"epoch/{after.number}", str(after))
         self._enter(after)
         return after
 
-    def settled(self) -> bool:
-        """Whether all newcomers of this epoch have got their state, or are gone."""
-        gone = {m for m in self.epoch.newcomers if m not in self._living() and time.monotonic() - self._entered > _SILENCE}
-        return all(member in gone or self.store.check([f"given/{self.epoch.number}/{member[0]}"]) for member in self.epoch.newcomers)
+    def mark(self, what: str) -> None:
+        """Tell the epoch's members that this replica has come so far."""
+        self.store.set(f"{what}/{self.epoch.number}/{self.replica}", "")
 
-    def settle(self) -> None:
-        """This newcomer has got its state."""
-        self.store.set(f"given/{self.epoch.number}/{self.replica}", "")
-
-    def arrive(self, step: int) -> None:
-        """Say that this replica has done so many steps."""
-        self.store.set(f"at/{self.epoch.number}/{self.replica}/{step}", "")
-
-    def arrived(self, step: int) -> bool:
-        """Whether all members that live have."""
-        living = [m for m in self.epoch.members if m in self._living() or time.monotonic() - self._entered < _SILENCE]
-        return all(self.store.check([f"at/{self.epoch.number}/{replica}/{step}"]) for replica, _ in living)
+    def marked(self, what: str, members: Sequence[Member]) -> bool:
+        """Whether all of these members of the epoch that live have."""
+        living = [m for m in members if m in self._living() or time.monotonic() - self._entered < _SILENCE]
+        return all(self.store.check([f"{what}/{self.epoch.number}/{replica}"]) for replica, _ in living)
 
     def is_over(self) -> bool:
         """Whether the others have finished the run."""

@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, step, micro-batch), from text or token files that are prepared once and cached.
+"""Batches as a pure function of (seed, step), from text or token files that are prepared once and cached.
 
 A corpus is a sequence of documents. Some are held out for validation by a hash of their content; the others train the tokenizer and
 the model. Ids lie in memory-mapped files and are read in windows: T + 1 ids, of which the first T are inputs and the last T targets.
@@ -67,16 +67,7 @@ class Data:
 
     def batch(self, step: int, size: int) -> np.ndarray:
         """Sequences step * size to (step + 1) * size of the endless shuffled stream, (size, T + 1) int64."""
-        return self._sequences(step * size, size)
-
-    def micro_batch(self, step: int, index: int, micro_batches: int, size: int) -> np.ndarray:
-        """Part `index` of `batch(step, size)` cut into `micro_batches`: (size / micro_batches, T + 1) int64."""
-        assert size % micro_batches == 0
-        part = size // micro_batches
-        return self._sequences(step * size + index * part, part)
-
-    def _sequences(self, first: int, count: int) -> np.ndarray:
-        epochs, places = np.divmod(np.arange(first, first + count), self.windows)
+        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.windows)
         starts = [_order(self.seed, int(epoch), self.windows)[place] * self.context for epoch, place in zip(epochs, places, strict=True)]
         offsets = np.array(starts, np.int64)[:, None] + np.arange(self.context + 1)
         return np.asarray(self.train[offsets], np.int64)

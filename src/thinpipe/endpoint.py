@@ -38,7 +38,7 @@ _ROWS = (
     _Row("loss", "thinpipe_loss", "Training loss of the last step in nats per token; absent if that step was refused."),
     _Row("val_loss", "thinpipe_val_loss", "Newest validation loss in nats per token."),
     _Row("seconds_per_step", "thinpipe_step_seconds", "Median time of the last 20 steps."),
-    _Row("tokens_per_s", "thinpipe_tokens_per_second", "Tokens of a step over its median time."),
+    _Row("tokens_per_s", "thinpipe_tokens_per_second", "Tokens of the last step over the median time of the last 20."),
     _Row("link_mbit", "thinpipe_link_bytes_per_second", "What a boundary carries in one direction on average.", 125_000),
     _Row("total_bytes_forward", 'thinpipe_wire_bytes_total{direction="forward"}', _SENT),
     _Row("total_bytes_backward", 'thinpipe_wire_bytes_total{direction="backward"}', _SENT),

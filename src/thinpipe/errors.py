@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -21,8 +22,9 @@ class Stopped(Exception):
 
 
 def tell(line: str) -> None:
-    """A line for the person at the terminal; stdout is for results."""
-    print(line, file=sys.stderr, flush=True)
+    """A line for the person at the terminal, if that is still there; stdout is for results."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def describe(kind: Any) -> str:

@@ -86,7 +86,7 @@ def _expect(stage: Stage, here: Topology, ids_BN: torch.Tensor) -> _Receive:
 
 
 def _wire(stage: Stage, ids_BN: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(*ids_BN.shape, stage.codec.wire_bytes(stage.method.wire_width), dtype=torch.uint8)
+    return torch.zeros(*ids_BN.shape, stage.codec.wire_bytes, dtype=torch.uint8)
 
 
 def _round(

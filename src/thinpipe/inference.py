@@ -35,13 +35,14 @@ class Loaded:
     Attributes:
         config: the run's, with pipeline.stages as loaded.
         stage: with the checkpoint's weights.
-        step, vocab, data_digest: what the checkpoint says of itself.
+        step, vocab, data_digest: what the checkpoint says of itself; sequences: that all replicas had trained on.
         tokenizer: the run's (None for token files without one).
     """
 
     config: Config
     stage: Stage
     step: int
+    sequences: int
     vocab: int
     data_digest: str
     tokenizer: Tokenizer | None
@@ -91,7 +92,8 @@ def load_run(folder: Path, topology: Topology | None = None) -> Loaded:
     tokenizer = read_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
     if tokenizer is not None and entries(tokenizer) > vocab:
         raise ThinpipeError(f"{folder / TOKENIZER} has {entries(tokenizer)} ids and the run's model {vocab}; put back the run's own")
-    return Loaded(config, stage, found.step, vocab, digest, tokenizer)
+    sequences = found.facts.get("sequences", found.step * config.train.batch)  # older checkpoints don't tell
+    return Loaded(config, stage, found.step, sequences, vocab, digest, tokenizer)
 
 
 def _facts(found: Checkpoint, stored: Config, folder: Path) -> tuple[int, str]:

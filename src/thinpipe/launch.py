@@ -1,6 +1,6 @@
 """Starting the stages of this machine and ending all of them together, on torch's elastic agent.
 
-Every worker is `python -m thinpipe.worker COMMAND RUN`; this room never imports the trainer.
+Every worker is `python -m thinpipe.worker PARENT COMMAND RUN`; this room never imports the trainer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -102,15 +103,18 @@ def start(
     Raises:
         ThinpipeError: a stage found something the user can mend, or was lost too often; the first failure's own words.
         Failed: a stage failed otherwise.
-        Stopped: Ctrl-C or SIGTERM came, and the stages have ended.
+        Stopped: Ctrl-C, SIGTERM or SIGHUP came, and the stages have ended.
     """
+    # Torch's agent would take over SIGHUP even where it is ignored.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, *_hangup()))
     if not debug:
         for name in ("elastic", "distributed_c10d"):
             logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     meeting = meeting if meeting.name else replace(meeting, name=uuid.uuid4().hex)
-    argv = ("-m", "thinpipe.worker", command, str(folder), *arguments)
+    argv = ("-m", "thinpipe.worker", str(os.getpid()), command, str(folder), *arguments)
     in_a_row, saved = 0, restarts.saved()
     rendezvous: Rendezvous | None = None
+    for_all = True
     try:
         while True:
             rendezvous = rendezvous or _meet(meeting, say)
@@ -118,6 +122,7 @@ def start(
                 cause = _live(rendezvous, meeting, processes, argv, logs or folder / "logs")
             except RendezvousError as error:
                 say(f"lost the meeting's host {meeting.endpoint}")
+                rendezvous.close(for_all=False)
                 rendezvous, cause = None, Lost(f"the meeting's host {meeting.endpoint} can't be reached ({error})")
             if cause is None:
                 return
@@ -132,12 +137,11 @@ def start(
             # At once the first time; the longer the less it helped.
             time.sleep(0.0 if in_a_row == 1 else min(2.0 ** (in_a_row - 1), _LONGEST_PAUSE))
     except (SignalException, KeyboardInterrupt):
-        rendezvous = None  # the others go on, or stop by themselves
+        for_all = False  # the others go on, or stop by themselves
         raise Stopped from None
     finally:
         if rendezvous is not None:
-            with contextlib.suppress(RendezvousError):
-                rendezvous.shutdown()
+            rendezvous.close(for_all)
 
 
 def _meet(meeting: Meeting, say: Say) -> Rendezvous:
@@ -283,13 +287,16 @@ def side_by_side(
     stop = StopRequest()
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, usable_cores() // stages))}
     with contextlib.ExitStack() as stack:
-        processes: list[subprocess.Popen[str]] = []
-        for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
+        told: list[TextIO | None] = [None]
+        for log in logs[1:]:
             log.parent.mkdir(parents=True, exist_ok=True)
-            told = stack.enter_context(open(log, "w", encoding="utf-8")) if i else None
-            # A session of its own: Ctrl-C reaches it once, from here; and whatever ends this process ends it.
-            end: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
-            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=told, text=True, **end))
+            told.append(stack.enter_context(open(log, "w", encoding="utf-8")))
+        # A session of its own: Ctrl-C reaches it once, from here; and whatever ends this process ends it.
+        end: dict[str, Any] = {"start_new_session": True, "preexec_fn": partial(die_with_parent, os.getpid())}
+        processes = [
+            subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr, text=True, **end)
+            for command, stderr in zip(commands, told, strict=True)
+        ]
         passed_on = False
         while any(process.poll() is None for process in processes):
             if stop.asked and not passed_on:
@@ -301,31 +308,36 @@ def side_by_side(
     statuses = [process.returncode for process in processes]
     if STOPPED in statuses or (stop.asked and any(statuses)):
         raise Stopped
-    # Who lost a peer ends with 1, whose user made a mistake with 2: the cause comes first.
-    for i in sorted(range(len(commands)), key=lambda i: -statuses[i]):
+    # Who lost a peer ends with 1, whose user made a mistake with 2, who was killed with less than 0: the cause comes first.
+    for i in sorted(range(len(commands)), key=lambda i: (statuses[i] >= 0, -statuses[i])):
         if statuses[i]:
             text = "" if i == 0 else "".join(logs[i].read_text(encoding="utf-8", errors="replace").splitlines(True)[-2:]).strip()
-            ended = f"{named.format(i)} ended with status {statuses[i]}{': ' + text if text else ''}"
+            how = f"ended with status {statuses[i]}" if statuses[i] > 0 else f"was killed by {signal.Signals(-statuses[i]).name}"
+            ended = f"{named.format(i)} {how}{': ' + text if text else ''}"
             if not whole():
                 raise ThinpipeError(ended) if statuses[i] == 2 else Lost(ended)
             say(ended)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even by kill -9 (Linux)."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, even by kill -9, or die now if that has happened (Linux)."""
     if sys.platform == "linux":
-        parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
 
+def _hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, unless whoever started this process had it ignored, as nohup does."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
 class StopRequest:
-    """Ctrl-C or SIGTERM: the first asks for a stop after the step, the second ends the process at once."""
+    """Ctrl-C, SIGTERM or a terminal that closes: the first asks for a stop after the step, the second ends the process at once."""
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, *_hangup()):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:

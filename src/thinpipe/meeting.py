@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from .config import NetworkConfig, ThinpipeError
-from .topology import address_towards, listen_on, refuse_public
+from .topology import PeerLost, address_towards, listen_on, refuse_public
 
 _HEARTBEAT = 1  # seconds between a machine's signs of life
 _HEARTBEATS = 6  # missing ones after which its place is free
@@ -93,7 +93,7 @@ def _number_of(name: str, field: str) -> str:
 
 
 def await_host(meeting: Meeting, say: Say) -> None:
-    """Until the meeting's host listens. Raises ThinpipeError after the meeting's patience."""
+    """Until the meeting's host listens. Raises PeerLost after the meeting's patience."""
     host, _, port = meeting.endpoint.rpartition(":")
     deadline, told = time.monotonic() + meeting.patience, False
     while not meeting.is_host:
@@ -102,7 +102,7 @@ def await_host(meeting: Meeting, say: Say) -> None:
                 return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ThinpipeError(
+                raise PeerLost(
                     f"network.rdzv = {meeting.endpoint}: nobody listens after {meeting.patience:g} s ({error}); "
                     "start the run on that machine, and let its firewall pass the port"
                 ) from None
@@ -116,6 +116,7 @@ class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous that says for whom it waits, and doesn't end a run whose meeting's host is away."""
 
     say: Say
+    _end_clock: Callable[[], None] | None = None
 
     @classmethod
     def at(cls, meeting: Meeting, say: Say) -> Rendezvous:
@@ -124,8 +125,9 @@ class Rendezvous(DynamicRendezvousHandler):
         # when another one leads the next.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store = _open_store(meeting)
+        clock = None
         if meeting.is_host and not meeting.endpoint.endswith(":0"):  # others may come
-            keep_time(store)
+            clock = keep_time(store)
         elif not meeting.is_host:
             try:
                 check_clock(store, meeting.endpoint)
@@ -143,10 +145,18 @@ class Rendezvous(DynamicRendezvousHandler):
             _HEARTBEATS,
         )
         assert isinstance(made, Rendezvous)
-        made.say = say
+        made.say, made._end_clock = say, clock
         if not meeting.is_host:
             give_up_silence(meeting.endpoint)
         return made
+
+    def close(self, for_all: bool) -> None:
+        """Leave; with `for_all` the meeting is over for the others too."""
+        if for_all:
+            with contextlib.suppress(RendezvousError):
+                self.shutdown()
+        if self._end_clock is not None:
+            self._end_clock()  # it holds the store, and so the port
 
     def next_rendezvous(self) -> RendezvousInfo:
         done = threading.Event()
@@ -248,7 +258,10 @@ def give_up_silence(endpoint: str) -> None:
             if not os.readlink(link).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(link.name))) as connection:
-                if connection.family == socket.AF_INET and connection.getpeername() == peer:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                address, at, *_ = connection.getpeername()  # torch reaches an IPv4 host over IPv6 sockets
+                if (address.removeprefix("::ffff:"), at) == peer:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     for option, value in (probes | {socket.TCP_USER_TIMEOUT: 1000 * _SILENCE}).items():
                         connection.setsockopt(socket.IPPROTO_TCP, option, value)

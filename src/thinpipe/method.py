@@ -35,7 +35,6 @@ class Role:
 class Dense(nn.Module):
     """Method "none": the stream is X itself and crosses whole."""
 
-    name = "none"
     is_plain_llama = True
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -98,7 +97,6 @@ class Subspace(Dense):
     Behind it nothing crosses any more, so the state there is X - E[t] at full width.
     """
 
-    name = "subspace"
     U_DK: torch.Tensor
 
     def __init__(self, spec: ModelSpec, compression: CompressionConfig, segments: int, seed: int) -> None:
@@ -191,15 +189,10 @@ class Lossy(Dense):
 
     is_plain_llama = False
 
-    def __init__(self, spec: ModelSpec, name: str) -> None:
-        super().__init__(spec)
-        self.name = name
-
 
 class LowRank(Dense):
     """Method "lowrank": X -> X U U^T at every cut, U fixed; no static part, so that the rest of X is lost (METHOD.md section 8)."""
 
-    name = "lowrank"
     is_plain_llama = False
     U_DK: torch.Tensor
 
@@ -224,8 +217,6 @@ class Projected(LowRank):
     The state is X - E[t] at full width; the stream starts as E[t] + T[t] with T from 0.
     """
 
-    name = "projected"
-
     def __init__(self, spec: ModelSpec, compression: CompressionConfig, seed: int) -> None:
         super().__init__(spec, compression.rank, seed)
         self.table = subspace.StaticTable(compression.static, spec.vocab, spec.width, compression.static_scale, seed)
@@ -248,7 +239,7 @@ def make_method(compression: CompressionConfig, spec: ModelSpec, segments: int, 
     if compression.method == "none":
         return Dense(spec)
     if compression.method in ("topk", "quantize"):
-        return Lossy(spec, compression.method)
+        return Lossy(spec)
     if compression.method == "lowrank":
         return LowRank(spec, compression.rank, seed)
     if compression.method == "projected":

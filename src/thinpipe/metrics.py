@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .config import ThinpipeError
 from .endpoint import Endpoint, expose
+from .errors import tell
 from .standing import Standing, wire_bytes
 
 
@@ -104,8 +104,6 @@ class TensorBoard:
         if kind not in self._KINDS:
             return
         numbers = {name: value for name, value in event.items() if isinstance(value, int | float) and name not in ("step", "time")}
-        if kind == "step" and event["seconds"]:
-            numbers["tokens_per_s"] = event["tokens"] / event["step"] / event["seconds"]
         values = [{"tag": f"{kind}/{name}", "simple_value": value} for name, value in numbers.items()]
         self._write(wall_time=event["time"], step=event["step"], summary={"value": values})
         if time.monotonic() - self._flushed > self._EVERY:
@@ -198,14 +196,16 @@ class Metrics:
         self._progress.update(self._task, completed=step, text=text)
         if self._progress.disable and not self._quiet and time.monotonic() - self._spoke > 5:
             self._spoke = time.monotonic()
-            print(f"step {step}  {text}", file=sys.stderr, flush=True)
+            tell(f"step {step}  {text}")
 
     def say(self, text: str) -> None:
         """A line for the person at the terminal."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with _terminal_may_be_gone():
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._progress.stop()
+        with _terminal_may_be_gone():
+            self._progress.stop()
         if self._endpoint is not None:
             self._endpoint.close()
         self._close_board()
@@ -218,6 +218,11 @@ class Metrics:
             with contextlib.suppress(OSError):
                 self._board.close()
         self._board = None
+
+
+def _terminal_may_be_gone() -> contextlib.suppress:
+    """Around what rich writes, which ends the process where a pipe is closed: that costs the lines, not the run."""
+    return contextlib.suppress(OSError, SystemExit)
 
 
 def _without_lost(events: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:

@@ -355,10 +355,15 @@ class Stage(nn.Module):
                 tensor.copy_(given)
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter, Role]]:
-        """Name, parameter and role of everything trained, in the model's order."""
-        for prefix, module in self.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{prefix}.{name}", parameter, module.role
+        """Name, parameter and role of everything trained, in the model's order: the same however it is cut."""
+        parts = ["embed"]
+        for segment in self.segments:
+            parts += [f"tables.{segment}", f"local_norms.{segment}", *(f"layers.{i}" for i in self.layers_of_segments[segment])]
+        modules = dict(self.named_modules())
+        for part in filter(modules.__contains__, [*parts, "norm", "head"]):
+            for prefix, module in modules[part].named_modules(prefix=part):
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{prefix}.{name}", parameter, module.role
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

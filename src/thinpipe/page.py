@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config import Config, ThinpipeError, to_dict
-from .data import read_tokenizer
+from .data import entries, read_tokenizer
 from .lab import Link, Measured, parse_links
 from .metrics import write_whole
 from .planner import Plan, draw_timeline, find_gpu, plan
@@ -27,7 +27,7 @@ from .run import TOKENIZER
 _UNKNOWN = "–"
 _MOST_SPANS = 40  # of refused steps
 # Where a run ran says nothing about it, and a page is passed on.
-_PRIVATE = {"run.dir", "network.rdzv", "network.addr", "network.node_rank", "network.nodes"}
+_PRIVATE = {"run.dir", "run.prometheus", "network.rdzv", "network.addr", "network.node_rank", "network.nodes"}
 
 _STYLE = """
 :root { color-scheme: light dark }
@@ -102,7 +102,7 @@ def _predict(run: Run) -> _Prediction | None:
         pipeline = replace(run.config.pipeline, **{key: run.schedule[key] for key in ("schedule", "warmup") if key in run.schedule})
         config = replace(run.config, pipeline=pipeline)
         tokenizer = run.folder / TOKENIZER
-        vocab = read_tokenizer(str(tokenizer)).get_vocab_size() if tokenizer.is_file() else config.data.vocab
+        vocab = entries(read_tokenizer(str(tokenizer))) if tokenizer.is_file() else config.data.vocab
         links, over = _links(run, config)
         return _Prediction(plan(config, config.sizes().get("vocab", vocab), links, find_gpu("cpu" if run.lab else config.plan.gpu)), over)
     except ThinpipeError:

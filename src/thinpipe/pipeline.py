@@ -153,8 +153,7 @@ class _Passage:
 
     @property
     def _wire_shape(self) -> tuple[int, int, int]:
-        stage = self.stage
-        return self.micro_batch, stage.spec.context, stage.codec.wire_bytes(stage.method.wire_width)
+        return self.micro_batch, self.stage.spec.context, self.stage.codec.wire_bytes
 
     @property
     def _wire_bytes(self) -> int:
@@ -274,7 +273,8 @@ class Pipeline:
             work, from_above = self._expected.pop("above")
             here.wait(work, here.stage + 1)
             total += from_above
-        # One addition per parameter in the model's order: the norm is the same bits for any number of stages.
+        # One addition per parameter in the model's order: the norm is the same bits for any number of stages. (A tied table's
+        # gradient isn't: one stage adds up its two uses in each micro-batch, several add two sums over all of them.)
         for square in squares:
             total[0] += square
         if here.is_first:

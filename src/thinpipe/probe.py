@@ -47,6 +47,8 @@ def probe(config: Config, say: Callable[[str], None] = print, debug: bool = Fals
         folder = Path(scratch)
         write_whole(folder / "config.toml", dump(config))
         launch.start("probe", folder, 1, debug, arguments=[met.address], meeting=met)
+        if not (folder / "probe.json").exists():
+            raise ThinpipeError("this machine was a spare, and was not needed: the others have measured (network.nodes)")
         seen: dict[str, Any] = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
     matrix: list[list[Measured | None]] = [[None] * network.needed for _ in range(network.needed)]
     for link in seen["links"]:

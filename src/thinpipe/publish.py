@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from .codecs import Cast
-from .config import Config, ModelSpec, ThinpipeError
+from .config import ModelSpec, ThinpipeError
 from .data import end_of_text_id
 from .export import INDEX, WEIGHTS, Tensors, llama_config, read_llama_folder, to_llama
 from .inference import Loaded, load_run
@@ -60,7 +60,7 @@ def export_run(
     if out.exists() and (not out.is_dir() or any(out.iterdir()) or out.samefile(".")):  # whoever works in a folder would keep the old one
         raise ThinpipeError(f"{out} is already there and not an empty folder to spare; name a new one")
     loaded = load_run(run)
-    what = f"compression.method = {loaded.stage.method.name!r}" if not loaded.stage.method.is_plain_llama else ""
+    what = f"compression.method = {loaded.config.compression.method!r}" if not loaded.stage.method.is_plain_llama else ""
     what = what or (f"compression.stage_table = {loaded.config.compression.stage_table!r}" if loaded.stage.tables else "")
     if what:
         raise ThinpipeError(f"{what} is not a plain Llama and can't be exported; methods 'none' and 'subspace' without tables can")
@@ -89,7 +89,7 @@ def _write_checked(folder: Path, run: Loaded, dtype: str, shard_bytes: int) -> d
             f"computed with {checked['checked_with']}; nothing was written\nThis is a mistake of thinpipe's; please report it."
         )
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    _write_texts(folder, {"README.md": _card(run.config, stage.spec, run.step, parameters, dtype, checked)})
+    _write_texts(folder, {"README.md": _card(run, parameters, dtype, checked)})
     files = sorted(path.name for path in folder.iterdir())
     return {"dtype": dtype, "step": run.step, "parameters": parameters, "files": files, "tokenizer": run.tokenizer is not None, **checked}
 
@@ -179,8 +179,8 @@ def _special_tokens(tokenizer: Tokenizer, end_of_text: int | None) -> dict[str, 
     return special
 
 
-def _card(config: Config, spec: ModelSpec, step: int, parameters: int, dtype: str, checked: Mapping[str, Any]) -> str:
-    tokens = step * config.train.batch * spec.context
+def _card(run: Loaded, parameters: int, dtype: str, checked: Mapping[str, Any]) -> str:
+    config, spec, tokens = run.config, run.stage.spec, run.sequences * run.stage.spec.context
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -190,7 +190,7 @@ tags: [thinpipe]
 # {config.run.name}
 
 A Llama of {parameters:,} parameters ({spec.layers} layers of width {spec.width}, context {spec.context}), trained by thinpipe
-with method "{config.compression.method}" for {step:,} steps, {tokens:,} tokens. It is a plain Llama: nothing of thinpipe's is needed
+with method "{config.compression.method}" for {run.step:,} steps, {tokens:,} tokens. It is a plain Llama: nothing of thinpipe's is needed
 to run it.
 
 ```python
@@ -221,7 +221,7 @@ def _logits(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor:
 def _compare(stage: Stage, folder: Path, ids_BT: torch.Tensor) -> dict[str, Any]:
     """What `export_run` returns about logits; leaves `stage` without wire rounding."""
     rounded_BTV = _logits(stage, ids_BT)
-    stage.codec = Cast(torch.float32)
+    stage.codec = Cast(torch.float32, stage.method.wire_width)
     ours_BTV = _logits(stage, ids_BT)
     written_BTV, checked_with = _logits_of_folder(folder, ids_BT)
     return {
@@ -240,7 +240,7 @@ def _logits_of_folder(folder: Path, ids_BT: torch.Tensor) -> tuple[torch.Tensor,
     except ImportError:
         sizes, tensors = read_llama_folder(folder)
         spec = ModelSpec(**sizes)
-        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], Cast(torch.float32), batch_tokens=1)
+        plain = Stage(spec, Dense(spec), [0], [range(spec.layers)], Cast(torch.float32, spec.width), batch_tokens=1)
         for name, parameter, _ in plain.roles():
             parameter.copy_(tensors[name])
         return _logits(plain, ids_BT), "thinpipe (transformers is not installed)"

@@ -29,7 +29,7 @@ from .run import finished, open_run
 from .runner import train
 from .trial import lab_links, train_in_lab
 
-_SAME = ("data", "train.batch", "train.steps", "run.seed")
+_SAME = ("data", "model.context", "train.batch", "train.steps", "train.eval_batches", "run.seed")
 _LAB_STEPS = 12
 
 
@@ -135,7 +135,7 @@ def _where(entry: Entry) -> str:
 
 def _field(config: Config, name: str) -> Any:
     group, _, field = name.partition(".")
-    values = to_dict(config)[group]
+    values = config.sizes() if group == "model" else to_dict(config)[group]
     return values.get(field) if field else {key: value for key, value in values.items() if key not in ("cache", "source")}
 
 
@@ -193,7 +193,8 @@ def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None],
     config = entry.config
     if timing == "planner":
         links = lab_links(config, entry.link, _where(entry))[: max(1, config.pipeline.stages - 1)]
-        return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=calibrate(config, debug)).seconds_per_step
+        costs = replace(calibrate(config, debug), cores=None)  # each stage on a machine of its own
+        return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=costs).seconds_per_step
     every = config.average.every
     groups = to_dict(config)
     setting = [entry.link, {**groups, "run": [config.run.precision, config.run.device]}]

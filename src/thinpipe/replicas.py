@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from torch import nn
 from .codecs import Integers
 from .config import Config
 from .council import Council, Epoch, Member, store_at
+from .errors import Stopped
 from .meeting import Say, give_up_silence
 from .tally import Tally
 from .topology import PeerLost, Topology, side_group
@@ -59,16 +61,22 @@ class Alone:
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Average these from now on; in the model's order."""
 
-    def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
+    def enter(
+        self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say, asked: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Join those who are at work, with the state of so many steps, or begin together. COLLECTIVE in the pipeline.
 
         Args:
             about: what must be the same in all replicas, by name (JSON).
             give: returns this stage's state; take: replaces it by a member's.
+            asked: whether this process has been asked to stop; then nobody is waited for any longer.
 
         Returns False if the others have finished the run.
 
-        Raises ThinpipeError if `about` differs, PeerLost if the others or their state could not be reached.
+        Raises:
+            ThinpipeError: `about` differs.
+            PeerLost: the others or their state could not be reached.
+            Stopped: a stop was asked for.
         """
         return True
 
@@ -120,7 +128,7 @@ class Alone:
         """Take over what `state()` gave."""
 
     def leave(self, finished: bool) -> None:
-        """This replica trains no more; with `finished`, nobody else need come."""
+        """This replica trains no more; with `finished`, which may be said later, nobody else need come."""
 
 
 ALONE = Alone()
@@ -153,7 +161,9 @@ class _Together(Alone):
 
     # Who takes part
 
-    def enter(self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say) -> bool:
+    def enter(
+        self, step: int, about: Mapping[str, Any], give: Give, take: Take, say: Say, asked: Callable[[], bool] = lambda: False
+    ) -> bool:
         self._say = say
         marks = self.here.gather(self._mark(give()[0]))
         self._ask(lambda council: council.announce(step, " ".join(marks), about))
@@ -162,9 +172,13 @@ class _Together(Alone):
             over = self._ask(Council.is_over)
             epoch = self._ask(lambda council: council.admitted(self.config.network.patience))
             there = len(self._ask(Council.present) or ())
-            text, over = self.here.gather([str(epoch) if epoch else None, over])[0]
+            everyone = self.here.gather([str(epoch) if epoch else None, over, asked()])
+            text, over, _ = everyone[0]
             if over:
                 return False
+            if any(stop for _, _, stop in everyone):
+                self.leave(False)
+                raise Stopped
             if text is not None:
                 break
             if self._council is not None and there != told and time.monotonic() - began > 3:
@@ -174,7 +188,7 @@ class _Together(Alone):
         self._next = Epoch.of(text)
         self._meet()
         if not all(self.here.gather(self._group is not None)):
-            raise PeerLost(f"replica {self.number} did not come together with the others within {_MEETING:g} s")
+            raise PeerLost(f"replica {self.number} did not come together with the others")
         try:
             state = self._exchange(give)
         except PeerLost:
@@ -226,8 +240,10 @@ class _Together(Alone):
         self._epoch, self._group = self._next, None
         store = dist.PrefixStore(f"group/{self._epoch.number}/{self.here.stage}", self._store)
         with contextlib.suppress(RuntimeError):
-            rank = self._epoch.members.index(self._me)
-            self._group = side_group(store, rank, self.members, _AT_ONCE, _MEETING, self.config.network.timeout)
+            rank, timeout = self._epoch.members.index(self._me), self.config.network.timeout
+            # The others may yet have a basis to move and a batch to look at before they let a newcomer in.
+            meet = timeout if self._me in self._epoch.newcomers else _MEETING
+            self._group = side_group(store, rank, self.members, _AT_ONCE, meet, timeout)
 
     def _ask(self, question: Callable[[Council], T]) -> T | None:
         """On the first stage: what the council says; None on the others."""
@@ -311,18 +327,21 @@ class _Together(Alone):
         """
         if not self._epoch.newcomers:
             return None
-        is_new = self._me in self._epoch.newcomers
-        with ThreadPoolExecutor(1) as pool:
-            work: Future[State | None] | None = None
-            if is_new:
-                work = pool.submit(self._receive)
-            elif self._me == self._epoch.source and self._group is not None:
-                work = pool.submit(self._send, *give())
-            self._until(lambda: work is None or work.done())
-        state = work.result() if work is not None else None
-        if is_new:
-            self._ask(Council.settle)
-        self._until(lambda: self._ask(Council.settled) is not False)
+        newcomers, state = self._epoch.newcomers, None
+        with ThreadPoolExecutor(1 + len(newcomers)) as pool:
+            receiving = pool.submit(self._receive) if self._me in newcomers else None
+            works: list[Future[Any]] = [receiving] if receiving else []
+            if self._me == self._epoch.source and self._group is not None:
+                # A large state takes long to copy and to hash: the newcomers are met meanwhile.
+                ready = pool.submit(_packed, *give())
+                works = [ready, *(pool.submit(self._send, newcomer, ready) for newcomer in newcomers)]
+            self._until(lambda: all(work.done() for work in works))
+            for work in works:
+                work.result()
+        if receiving is not None:
+            state = receiving.result()
+            self._ask(lambda council: council.mark("given"))
+        self._until(lambda: self._ask(lambda council: council.marked("given", newcomers)) is not False)
         return state
 
     def _between(self, newcomer: Member, attempt: int) -> Any:
@@ -330,21 +349,21 @@ class _Together(Alone):
         store = dist.PrefixStore(f"give/{self._epoch.number}/{newcomer[0]}/{self.here.stage}/{attempt}", self._store)
         return side_group(store, int(self._me == newcomer), 2, 1, _MEETING, self.config.network.timeout)
 
-    def _send(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    def _pass(self, message: dist.Work) -> None:
+        """Else a message of a group like `_between`'s had no more time than its members had to meet."""
+        message.wait(timedelta(seconds=self.config.network.timeout))
+
+    def _send(self, newcomer: Member, ready: Future[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
         """A connection that breaks is made anew, and goes on where the newcomer is; one that is lost is left to its fate."""
-        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        about = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), _digest(t)] for n, t in ready.items()}
-        head = torch.frombuffer(bytearray(json.dumps({"tensors": about, "facts": facts}).encode()), dtype=torch.uint8)
-        pieces = [piece for tensor in ready.values() for piece in _pieces(tensor)]
-        for newcomer in self._epoch.newcomers:
-            for attempt in range(_ATTEMPTS):
-                with contextlib.suppress(RuntimeError):
-                    group, has = self._between(newcomer, attempt), torch.zeros(1, dtype=torch.int64)
-                    group.recv([has], 1, 0).wait()
-                    for message in (torch.tensor([head.numel()]), head, *pieces[int(has) :]):
-                        group.send([message], 1, 0).wait()
-                    group.recv([has], 1, 0).wait()
-                    break
+        for attempt in range(_ATTEMPTS):
+            with contextlib.suppress(RuntimeError):
+                group, has = self._between(newcomer, attempt), torch.zeros(1, dtype=torch.int64)
+                self._pass(group.recv([has], 1, 0))
+                head, pieces = ready.result()
+                for message in (torch.tensor([head.numel()]), head, *pieces[int(has) :]):
+                    self._pass(group.send([message], 1, 0))
+                self._pass(group.recv([has], 1, 0))
+                break
 
     def _receive(self) -> State:
         assert self._epoch.source is not None
@@ -355,17 +374,17 @@ class _Together(Alone):
         for attempt in range(_ATTEMPTS):
             try:
                 group, size = self._between(self._me, attempt), torch.zeros(1, dtype=torch.int64)
-                group.send([torch.tensor([has])], 0, 0).wait()
-                group.recv([size], 0, 0).wait()
+                self._pass(group.send([torch.tensor([has])], 0, 0))
+                self._pass(group.recv([size], 0, 0))
                 head = torch.empty(int(size), dtype=torch.uint8)
-                group.recv([head], 0, 0).wait()
+                self._pass(group.recv([head], 0, 0))
                 if not told:
                     told = json.loads(bytes(head.numpy()))
                     tensors = {n: torch.empty(shape, dtype=getattr(torch, dtype)) for n, (dtype, shape, _) in told["tensors"].items()}
                 for piece in [piece for tensor in tensors.values() for piece in _pieces(tensor)][has:]:
-                    group.recv([piece], 0, 0).wait()
+                    self._pass(group.recv([piece], 0, 0))
                     has += 1
-                group.send([torch.tensor([has])], 0, 0).wait()
+                self._pass(group.send([torch.tensor([has])], 0, 0))
                 break
             except RuntimeError as error:
                 failure = str(error)
@@ -543,8 +562,9 @@ class Distant(_Together):
         options = self.config.average
         if step % options.every and not last:
             return
-        self._ask(lambda council: council.arrive(step))
-        self._until(lambda: self._ask(lambda council: council.arrived(step)) is not False)  # a slower replica may be far behind
+        self._ask(lambda council: council.mark(f"step-{step}"))
+        # A slower replica may be far behind.
+        self._until(lambda: self._ask(lambda council: council.marked(f"step-{step}", council.epoch.members)) is not False)
         ways = [self._anchor[name] - parameter for name, parameter in self._named]
         ways = self._agreed(partial(self._mean if options.wire == "float32" else self._rounded_mean, ways), settle)
         for (name, parameter), way in zip(self._named, ways, strict=True):
@@ -602,6 +622,14 @@ def join_replicas(config: Config, here: Topology) -> Alone:
         return ALONE
     kind = Distant if config.average.every else Approximate if config.average.rank else Synchronous
     return kind(config, here)
+
+
+def _packed(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A state as messages: what it consists of, with digests (JSON), and its bytes."""
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    about = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), _digest(t)] for n, t in ready.items()}
+    head = torch.frombuffer(bytearray(json.dumps({"tensors": about, "facts": facts}).encode()), dtype=torch.uint8)
+    return head, [piece for tensor in ready.values() for piece in _pieces(tensor)]
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

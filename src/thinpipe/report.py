@@ -51,6 +51,7 @@ class Run:
         wire: bytes of the last step over one boundary, forward and backward. Like `bytes` counted where they were sent, by
             formula what a cut would send where one stage holds all, NaN where neither is known.
         wire_per_token: bytes per token, boundary and direction; dense_per_token: the same of the full stream in bfloat16.
+        dense_bytes: of a step over one boundary, in one direction, for that stream.
         seconds_per_step: the result's, of an unfinished run its last step event's.
         val_step, val_loss: one entry per validation.
         refused: steps; complaints: steps and texts.
@@ -72,6 +73,7 @@ class Run:
     wire: np.ndarray
     wire_per_token: float
     dense_per_token: float
+    dense_bytes: float
     seconds_per_step: float
     val_step: np.ndarray
     val_loss: np.ndarray
@@ -96,11 +98,6 @@ class Run:
     def tokens_per_step(self) -> float:
         """Of all replicas."""
         return float(self.tokens[-1] / self.step[-1])
-
-    @property
-    def dense_bytes(self) -> float:
-        """Of a step over a boundary of one replica, in one direction, for the full stream in bfloat16."""
-        return self.dense_per_token * self.tokens_per_step / _replicas(self.config)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -181,8 +178,9 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
     raw = start.get("config") or {}
     config = _readable(raw)
     wire = _wire(events)
-    tokens_per_step = columns["tokens"][-1] / columns["step"][-1] / _replicas(config)  # the bytes are of one of them
-    per_token = wire[-1].sum() / (2 * tokens_per_step)
+    # The bytes are one replica's, and so must the tokens be: those of all can't be shared out, since a replica may have been away.
+    share = config.share * config.sizes()["context"] if config is not None else columns["tokens"][-1] / columns["step"][-1]
+    per_token = wire[-1].sum() / (2 * share)
     if not np.isfinite(per_token):
         per_token = result.get("wire_bytes_per_token") or math.nan
     dense = 2.0 * config.sizes()["width"] if config is not None else result.get("dense_wire_bytes_per_token") or math.nan
@@ -205,6 +203,7 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
         wire=wire[-1],
         wire_per_token=per_token,
         dense_per_token=dense,
+        dense_bytes=dense * share,
         seconds_per_step=(result.get("seconds_per_step") if ended else None) or columns["seconds"][-1],
         val_step=evals["step"][validated],
         val_loss=evals["val_loss"][validated],
@@ -217,10 +216,6 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
         result=result,
         lab=_read_object(folder / "lab.json"),
     )
-
-
-def _replicas(config: Config | None) -> int:
-    return config.pipeline.replicas if config is not None else 1
 
 
 def _columns(events: list[dict[str, Any]], *keys: str) -> dict[str, np.ndarray]:

@@ -139,6 +139,8 @@ def _agreeing(source: str, config: Config) -> Config:
     for name, his, ours in (
         ("compression.method", theirs.compression.method, config.compression.method),
         ("compression.rank", theirs.compression.rank, config.compression.rank),
+        ("compression.static", theirs.compression.static, config.compression.static),
+        ("compression.static_scale", theirs.compression.static_scale, config.compression.static_scale),
         ("model.width", theirs.sizes()["width"], config.sizes()["width"]),
     ):
         if his != ours:
@@ -202,15 +204,10 @@ def common_fields(config: Config) -> dict[str, Any]:
 
 
 def finished(folder: Path, config: Config) -> Result | None:
-    """The summary of a run that has done all of the config's steps, or None."""
-    done = result_of(folder)
-    return done if done is not None and done.steps >= config.train.last_step else None
-
-
-def finished_by_any(folder: Path, config: Config) -> Result | None:
-    """The summary of the first replica that has finished, under the run's folder as `of_replica` lays them out."""
+    """The summary of a run that has done all of the config's steps, or None: of the first replica (see `of_replica`) that has."""
     folders = [folder, *(folder / "replicas" / str(replica) for replica in range(1, config.pipeline.replicas))]
-    return next((result for each in folders if (result := finished(each, config)) is not None), None)
+    results = (result for each in folders if (result := result_of(each)) is not None)
+    return next((result for result in results if result.steps >= config.train.last_step), None)
 
 
 def whats_finished(folder: Path | str, config: Config) -> str:

@@ -19,7 +19,7 @@ from .data import prepare
 from .errors import tell
 from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import Result, common_fields, finished, finished_by_any, of_replica, open_run, whats_finished, with_tokenizer
+from .run import Result, common_fields, finished, of_replica, open_run, whats_finished, with_tokenizer
 from .topology import Topology, connect, listen_on, under_launcher
 from .trainer import Trainer
 
@@ -78,10 +78,10 @@ def _beside_each_other(config: Config, folder: Path, say: Callable[[str], None],
     stages = replicas * config.pipeline.stages
     logs = [folder / "logs" / f"replica-{replica}.txt" for replica in range(replicas)]
     try:
-        launch.side_by_side(commands, stages, logs, "replica {}", lambda: finished_by_any(folder, config) is not None, say)
+        launch.side_by_side(commands, stages, logs, "replica {}", lambda: finished(folder, config) is not None, say)
     finally:
         end()
-    result = finished_by_any(folder, config)
+    result = finished(folder, config)
     assert result is not None
     if result.run != str(folder):
         say(f"replica 0 was lost before the end; the finished run is {result.run}")

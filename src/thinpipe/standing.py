@@ -41,28 +41,28 @@ class Standing:
 
         Returns:
             run, method, stages, replicas at work; step of steps; tokens trained on; loss of the last step and the newest val_loss
-            (None: none yet); seconds_per_step and tokens_per_s, medians of the last 20 steps; link_mbit, what a boundary carries in
-            one direction on average, Mbit/s; total_bytes_forward and total_bytes_backward, sent over all boundaries so far, for
-            steps that a restart has undone too; restarts; refused_steps; checkpoint; heard, the Unix time of its last event, and
-            silent_s, seconds since then; finished; complaints, the newest ones.
+            (None: none yet); seconds_per_step, the median of the last 20 steps; tokens_per_s, the last step's tokens over that;
+            link_mbit, what a boundary carries in one direction on average, Mbit/s; total_bytes_forward and total_bytes_backward,
+            sent over all boundaries so far, for steps that a restart has undone too; restarts; refused_steps; checkpoint;
+            heard, the Unix time of its last event, and silent_s, seconds since then; finished; complaints, the newest ones.
 
         Raises LookupError, TypeError or ArithmeticError if it has not started or an event is damaged.
         """
         start, step, evaluated = self._newest["start"], self._newest.get("step", {}), self._newest.get("eval", {})
-        config, stages, seconds, done = start["config"], start["stages"], step.get("seconds"), step.get("step", 0)
+        config, stages, seconds = start["config"], start["stages"], step.get("seconds")
         sent, heard = sum(wire_bytes(step)), self._last.get("time", time.time())
         return {
             "run": run,
             "method": config["compression"]["method"],
             "stages": stages,
             "replicas": step.get("replicas", 1),
-            "step": done,
+            "step": step.get("step", 0),
             "steps": config["train"]["steps"],
             "tokens": step.get("tokens", 0),
             "loss": step.get("loss"),
             "val_loss": evaluated.get("val_loss"),
             "seconds_per_step": seconds,
-            "tokens_per_s": step["tokens"] / done / seconds if seconds else None,
+            "tokens_per_s": step.get("tokens_per_s"),
             "link_mbit": sent * 8e-6 / (2 * (stages - 1)) / seconds if seconds and stages > 1 else None,
             "total_bytes_forward": self._forward,
             "total_bytes_backward": self._backward,

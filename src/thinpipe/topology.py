@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,13 +108,6 @@ class Topology:
             if theirs != everyone[0][1]:
                 raise ThinpipeError(f"{what} differs between stage 0 on {everyone[0][0]} and stage {stage} on {host}; {remedy}")
 
-    def first(self, stages: int) -> Topology | None:
-        """The pipeline of the first `stages` processes; None on the others. Every process must call it."""
-        group = dist.new_group(list(range(stages)), backend="gloo")
-        if self.stage >= stages:
-            return None
-        return Topology(self.stage, stages, self.host, self.local_rank, self.local_world, group)
-
     @contextlib.contextmanager
     def naming_peers(self, *peers: int) -> Iterator[None]:
         """Turn a transfer that fails into one line that names this stage and the peers (none given: its neighbours)."""
@@ -165,7 +159,7 @@ def refuse_public(*addresses: str) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """Name of the network interface that has this address (Linux; else None).
+    """Name of the network interface whose first address this is (Linux; else None).
 
     Gloo takes the address that the machine's name resolves to, which is 127.0.0.1 on many systems.
     """
@@ -271,6 +265,12 @@ def connect(timeout: float, node_rank: int | None = None, before: int | None = N
                 refuse_public(address)
             if (interface := _interface_of(address)) is not None:
                 env.setdefault("GLOO_SOCKET_IFNAME", interface)
+            elif sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in env and not ipaddress.ip_address(address).is_loopback:
+                # Left to itself Gloo would listen at whatever this machine's name means, a public address perhaps.
+                raise ThinpipeError(
+                    f"{address} is not the first address of a network interface, and Gloo listens at that one only; "
+                    "make it the first, or meet at an address on the way of the first (network.rdzv)"
+                )
             store = _open_store(master, port, rank, world, deadline)
             rank = _stage_of(store, rank, world, node_rank, before)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)

@@ -83,7 +83,8 @@ class Trainer:
         self.took_part = 0  # replicas, in the last step
         self.replicas.watch([(name, parameter) for name, parameter, _ in self.stage.roles()])
         resumed = self._resume()
-        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell)
+        asked = lambda: stop is not None and stop.asked  # noqa: E731
+        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell, asked)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         if resumed is not None:
@@ -126,7 +127,7 @@ class Trainer:
                 val_loss = self.evaluate()
             if config.train.checkpoint_every and self.done_steps % config.train.checkpoint_every == 0 and not self.refused_in_a_row:
                 self.save()
-        self.replicas.leave(self.done_steps == config.train.steps)
+        self.replicas.leave(finished=False)
         self.save()
         self._told(self.checkpoints.finish())
         if self.checkpoints.newest != self.done_steps:
@@ -140,6 +141,8 @@ class Trainer:
         if not seconds:  # this life had nothing left to train
             losses, seconds, total = self._told_before()
         result = self._result(total, losses, val_loss, seconds)
+        if self.done_steps == config.train.steps:
+            self.replicas.leave(finished=True)  # not before there is a result: whoever comes later doesn't train
         self.metrics.close()
         return result
 
@@ -308,6 +311,12 @@ class Trainer:
             found = find(Path(source) / "checkpoints", None, {"basis/U"}, tell)
             if found is None:
                 raise ThinpipeError(f"compression.init_from = {source!r} has no checkpoint; give a run that has one")
+            theirs, ours = found.facts["vocab"], self.stage.spec.vocab
+            if self.stage.method.digest() and theirs != ours:  # another table, whatever its seed
+                raise ThinpipeError(
+                    f"compression.init_from = {source!r} has a vocabulary of {theirs} and this run one of {ours}: another static "
+                    "embedding; make them equal, by data.tokenizer or model.vocab"
+                )
             basis_DK.copy_(found.tensor("basis/U"))
         share_owned(self.stage, self.here)
         self.stage.initialise(self.config.run.seed)
@@ -437,7 +446,7 @@ class Trainer:
 
     def _report(self, total: Tally, seconds: float) -> None:
         config, replicas = self.config, self.config.pipeline.replicas
-        tokens = self.stage.batch_tokens * self.took_part
+        speed = self.stage.batch_tokens * self.took_part / seconds
         lr = learning_rate(config.optim, config.train, self.done_steps - 1)
         self.metrics.event(
             "step",
@@ -447,6 +456,7 @@ class Trainer:
             lr=lr,
             seconds=seconds,
             tokens=self._tokens,
+            tokens_per_s=speed,
             wire_forward=int(total.wire_forward),
             wire_backward=int(total.wire_backward),
             refused=self.refused,
@@ -456,9 +466,7 @@ class Trainer:
         per_token, _ = self._wire_per_token(total)
         refused = f"  refused {self.refused}" if self.refused else ""
         missing = f"  without {replicas - self.took_part} of {replicas} replicas" if self.took_part < replicas else ""
-        self.metrics.progress(
-            self.done_steps, f"loss {total.loss:.3f}  {tokens / seconds:,.0f} tokens/s  {per_token:g} bytes/token{refused}{missing}"
-        )
+        self.metrics.progress(self.done_steps, f"loss {total.loss:.3f}  {speed:,.0f} tokens/s  {per_token:g} bytes/token{refused}{missing}")
 
     @property
     def _tokens(self) -> int:

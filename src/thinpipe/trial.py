@@ -17,7 +17,7 @@ from .lab import Host, Lab, Link, Measured, lab, parse_links, unavailable
 from .lab.paths import slower
 from .metrics import to_json, write_whole
 from .planner import find_gpu, plan
-from .run import finished, finished_by_any, of_replica, open_run, whats_finished
+from .run import finished, of_replica, open_run, whats_finished
 
 _PORT = 29400
 _BUSY = 0.5  # share of a core above which the emulator, not the link, may be what binds
@@ -61,7 +61,7 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         cpu = net.emulator_cpu()
     if cpu > _BUSY:
         say(f"the emulator took {cpu:.0%} of a core: this figure may be bound by it, not by the link")
-    result = finished_by_any(folder, config)
+    result = finished(folder, config)
     assert result is not None
     told = asdict(result) | {
         "link": text,
@@ -112,7 +112,7 @@ def run_hosts(net: Lab, folder: Path, config: Config, say: Callable[[str], None]
     ]
     logs = [folder / "logs" / f"host-{i}.txt" for i in range(len(hosts))]
     launch.side_by_side(
-        commands, len(hosts), logs, "host {} of the lab", lambda: replicas > 1 and finished_by_any(folder, config) is not None, say
+        commands, len(hosts), logs, "host {} of the lab", lambda: replicas > 1 and finished(folder, config) is not None, say
     )
 
 

@@ -1,21 +1,24 @@
-"""One process of a run: `python -m thinpipe.worker COMMAND RUN`, started by `launch`."""
+"""One process of a run: `python -m thinpipe.worker PARENT COMMAND RUN`, started by `launch` in the process PARENT."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
-from . import faults, launch
-from .config import load
-from .metrics import to_json, write_whole
-from .topology import connect
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is loaded, or where nothing is to be saved, needs no traceback
+
+from . import faults, launch  # noqa: E402
+from .config import load  # noqa: E402
+from .metrics import to_json, write_whole  # noqa: E402
+from .topology import connect  # noqa: E402
 
 
 def main() -> None:
-    command, folder = sys.argv[1], Path(sys.argv[2])
-    launch.die_with_parent()
+    parent, command, folder, arguments = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+    launch.die_with_parent(parent)
     with launch.reporting_failures():
         config = load(folder / "config.toml")
         before = None
@@ -33,7 +36,7 @@ def main() -> None:
             elif command == "probe":
                 from .probe import probe_machine
 
-                write_whole(folder / "probe.json", to_json(probe_machine(config, topology, sys.argv[3])))
+                write_whole(folder / "probe.json", to_json(probe_machine(config, topology, arguments[0])))
             elif command == "train":
                 from .trainer import Trainer
 
@@ -45,7 +48,7 @@ def main() -> None:
             elif command == "generate":
                 from .inference import Request, write_stage
 
-                write_stage(folder, topology, Request(**json.loads(sys.argv[3])), Path(sys.argv[4]))
+                write_stage(folder, topology, Request(**json.loads(arguments[0])), Path(arguments[1]))
             else:
                 from .verify import verify_stage
 

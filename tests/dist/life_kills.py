@@ -128,7 +128,7 @@ def compare(folder: Path) -> int:
     def events(run: str) -> dict[tuple[str, int], dict[str, Any]]:
         kept = [event for event in read_events(folder / run / "metrics.jsonl") if event["event"] in ("step", "move", "eval")]
         assert len({(event["event"], event["step"]) for event in kept}) == len(kept), "a step was told twice"
-        return {(e["event"], e["step"]): {key: e[key] for key in e.keys() - {"time", "seconds"}} for e in kept}
+        return {(e["event"], e["step"]): {key: e[key] for key in e.keys() - {"time", "seconds", "tokens_per_s"}} for e in kept}
 
     killed, whole = events("killed"), events("whole")
     assert [key for key in killed if key[0] != "move"] == [key for key in whole if key[0] != "move"]

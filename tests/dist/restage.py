@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo  # torch's optimizers do so when they are made
 from conftest import tiny
+from fewer import first
 
 from thinpipe.config import Config, from_dict
 from thinpipe.generate import generate
@@ -115,7 +116,7 @@ def process(rank: int, port: int) -> None:
     }
     os.environ |= {key: str(value) for key, value in place.items()}
     with connect(60) as world:
-        of = {stages: world.first(stages) for stages in (1, 2, 4, 8)}
+        of = {stages: first(world, stages) for stages in (1, 2, 4, 8)}
         report: dict[str, Any] = {"runs": {case: runs(case, world, of) for case in CASES}, "texts": world.gather(texts(of))}
         if world.is_first:
             (base / "report.json").write_text(json.dumps(report))

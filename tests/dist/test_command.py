@@ -127,12 +127,13 @@ def test_verify(tmp_path: Path, corpus: dict[str, Any]) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_stop_saves_and_resumes(tmp_path: Path, corpus: dict[str, Any]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_stop_saves_and_resumes(tmp_path: Path, corpus: dict[str, Any], number: signal.Signals) -> None:
     config = write(tmp_path, corpus, pipeline={"stages": 2}, train={"steps": 5000, "eval_every": 0})
     process = start(tmp_path, "train", str(config), "--run.dir", "run")
     wait_for_step(tmp_path / "run", 3)
     workers = children(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     status, _, err = finish(process)
     assert status == 130, err
     assert "stopped after step" in err and "Traceback" not in err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -14,9 +16,9 @@ from test_command import command, finish, start, write
 from torch.distributed import HashStore, TCPStore
 
 from thinpipe.config import NetworkConfig, ThinpipeError
-from thinpipe.meeting import check_clock, keep_time, meeting
+from thinpipe.meeting import Rendezvous, check_clock, give_up_silence, keep_time, meeting
 from thinpipe.metrics import read_events
-from thinpipe.topology import _stage_of
+from thinpipe.topology import _stage_of, connect
 
 
 def free_port() -> int:
@@ -133,3 +135,33 @@ def test_a_clock_that_is_off_is_told_before_anything_starts(monkeypatch: pytest.
         return
     with pytest.raises(ThinpipeError, match=f"3600 s {'ahead of' if off > 0 else 'behind'} that of 10.0.0.1:29400; set both"):
         check_clock(joiner, "10.0.0.1:29400")
+
+
+def test_a_silent_hosts_connection_is_given_up_after_seconds() -> None:
+    """Else a machine that is cut off would wait for its kernel's retries: a quarter of an hour."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    joiner = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    give_up_silence(f"127.0.0.1:{store.port}")
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link.name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
+                found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    assert found and set(found) == {10_000} and joiner.num_keys() >= 0
+
+
+def test_a_meeting_that_is_over_leaves_its_port(tmp_path: Path) -> None:
+    """A program that trains twice may meet twice at the same place."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    for _ in range(2):
+        Rendezvous.at(meeting(NetworkConfig(rdzv=endpoint), "m"), print).close(for_all=True)
+
+
+def test_an_address_that_gloo_would_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second address of an interface, for one: Gloo would listen elsewhere, to all the world perhaps."""
+    monkeypatch.setattr("thinpipe.topology.address_towards", lambda *_: "10.255.254.253")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ThinpipeError, match=r"10\.255\.254\.253 is not the first address of a network interface"), connect(5.0):
+        pass

@@ -59,6 +59,7 @@ def test_two_replicas_learn_what_one_does_and_a_killed_one_comes_back(tmp_path: 
     assert without and without[0] == 12 and told[-1]["replicas"] == 2, without
     context = told[0]["tokens"] // 4
     assert told[-1]["tokens"] == sum(2 * event["replicas"] for event in told) * context
+    assert all(event["tokens_per_s"] == 2 * event["replicas"] * context / event["seconds"] for event in told)
     words = (run / "logs/replica-1.txt").read_text()
     assert "killed by SIGKILL" in words and "took over the state of step" in words, words
     assert_same(weights(run, 120), weights(run / "replicas/1", 120))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -118,6 +119,30 @@ def test_signals_are_the_callers_again_behind_a_training(tmp_path: Path) -> None
     with pytest.raises(ThinpipeError, match=r"model\.widht"):
         launch.start("train", tmp_path, 1)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch._hangup() == ()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert launch._hangup() == (signal.SIGHUP,)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_of_commands_beside_each_other_the_killed_one_is_named(tmp_path: Path) -> None:
+    """The others end because of it."""
+    codes = ("raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)")
+    commands, logs = [[sys.executable, "-c", code] for code in codes], [tmp_path / str(i) for i in range(3)]
+    with pytest.raises(launch.Lost, match="^host 1 was killed by SIGKILL$"):
+        launch.side_by_side(commands, 1, logs, "host {}", lambda: False, print)
+
+
+def test_a_stage_whose_command_is_gone_ends_at_once(tmp_path: Path) -> None:
+    """It may have been killed while the stage was loading torch."""
+    done = subprocess.run([sys.executable, "-m", "thinpipe.worker", "1", "train", str(tmp_path)], capture_output=True, timeout=60)
+    assert done.returncode == 1 and not done.stderr, done.stderr
 
 
 def test_the_agents_sigterm_hides_no_failure() -> None:

@@ -6,6 +6,7 @@ import sys
 
 import torch
 from conftest import tiny
+from fewer import first
 
 from thinpipe import optim, pipeline, schedule, verify
 from thinpipe.config import Config, from_dict
@@ -32,7 +33,7 @@ def check(topologies: dict[int, Topology | None], label: str, **what) -> None:
 
 
 with connect(60) as world:
-    topologies = {stages: world.first(stages) for stages in (1, 2, 4, 8)}
+    topologies = {stages: first(world, stages) for stages in (1, 2, 4, 8)}
     for method, name in (("none", "wan"), ("subspace", "wan"), ("subspace", "gpipe"), ("subspace", "1f1b")):
         for stages in (1, 2, 4, 8):
             check(topologies, "whole", method=method, schedule_name=name, stages=stages)

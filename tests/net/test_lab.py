@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -354,7 +355,11 @@ with lab(Link(up=80e6, down=80e6, delay=0.01), 3, prefix={PREFIX!r}) as net:
 @pytest.fixture
 def holder() -> Iterator[tuple[subprocess.Popen, int, int]]:
     """A process that holds a lab, its emulator's id, and that of a process inside the lab."""
-    process = subprocess.Popen([sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # A shell's job in the background has SIGINT ignored, and what it starts has too.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heard
+    )
     assert process.stdout
     emulator, child = map(int, process.stdout.readline().split())
     yield process, emulator, child

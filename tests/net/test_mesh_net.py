@@ -62,6 +62,10 @@ class Machine:
         mesh.save(members, self.folder / "mesh.toml")
         self.run("mesh", "up", str(self.folder / "mesh.toml"), "--key", str(self.folder / "mesh.key"))
 
+    def addresses(self, device: str) -> str:
+        command = [*self.prefix, "ip", "-4", "-br", "address", "show", "dev", device]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+
     def listen(self, address: str, port: int) -> socket.socket:
         with inside(self.host.name):
             return socket.create_server((address, port))
@@ -222,6 +226,11 @@ def test_outsiders_and_revoked_machines_reach_nothing(tmp_path: Path) -> None:
         private = (a.folder / "mesh.key").read_text().strip()
         assert private not in a.run("mesh", "show", str(a.folder / "mesh.toml"))
         assert outsider.reaches(doors[2]) == [False]
+
+        # A list that gives a machine another address: the old one may be somebody else's from now on.
+        moved = dataclasses.replace(left, machines=(dataclasses.replace(left.machines[0], address="10.77.0.200"), *left.machines[1:]))
+        a.up(moved)
+        assert "10.77.0.200/24" in a.addresses(members.device) and a.inside not in a.addresses(members.device)
         a.run("mesh", "down", str(a.folder / "mesh.toml"))
         devices = subprocess.run([*a.prefix, "ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
         tables = subprocess.run([*a.prefix, "nft", "list", "tables"], capture_output=True, text=True, check=True).stdout

@@ -96,6 +96,8 @@ def bring_up(mesh: Mesh, key: Path = KEY) -> Machine:
         if not device:
             _add_device(mesh.device)
         _run("wg", "syncconf", mesh.device, "/dev/stdin", stdin=wireguard(mesh, here, private))
+        for old in _addresses(mesh.device) - {here.address}:  # the list has changed: it may be another machine's now
+            _run("ip", "address", "delete", f"{old}/{mesh.network.prefixlen}", "dev", mesh.device)
         _run("ip", "address", "replace", f"{here.address}/{mesh.network.prefixlen}", "dev", mesh.device)
         _run("ip", "link", "set", mesh.device, "mtu", str(mesh.mtu), "up")
     except ThinpipeError:
@@ -132,6 +134,11 @@ def _add_device(device: str) -> None:
     if shutil.which("wireguard-go") is None:
         raise ThinpipeError("mesh: this kernel has no WireGuard (modprobe wireguard), and there is no other; apt-get install wireguard-go")
     _run("wireguard-go", device)
+
+
+def _addresses(device: str) -> set[str]:
+    told = json.loads(_run("ip", "-json", "-4", "address", "show", "dev", device))
+    return {address["local"] for each in told for address in each.get("addr_info", [])}
 
 
 def _refuse_overlap(mesh: Mesh) -> None:
