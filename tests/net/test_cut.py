@@ -40,6 +40,7 @@ def test_a_short_cut_is_ridden_out_and_a_long_one_survived(tmp_path: Path) -> No
         ends = [finish(machine) for machine in machines]
     assert [status for status, _, _ in ends] == [0, 0], ends
     for _, _, err in ends:
-        assert err.count("starting again") == 1 and "heard nothing" in err, err
+        # Of the stages' loss; and of the meeting's host, whose connection may have been silent for too long as well.
+        assert 1 <= err.count("starting again") <= 1 + err.count("lost the meeting's host") and "heard nothing" in err, err
     status = subprocess.run([sys.executable, "-m", "thinpipe", "train", str(config), "--run.dir", str(tmp_path / "whole")], check=False)
     assert status.returncode == 0 and losses(tmp_path / "run") == losses(tmp_path / "whole")
