@@ -322,7 +322,7 @@ def over_tokens(axes: Axes, groups: Results) -> None:
         steps = sorted(one.keys() & other.keys())
         tokens = [step * 16 * 128 / 1e6 for step in steps]
         gap = [100 * (other[step] / one[step] - 1) for step in steps]
-        axes.plot(tokens, gap, marker="o", color=colour, label=f"{best}, 1/32; {length} tokens", linewidth=1.3)
+        axes.plot(tokens, gap, marker="o", color=colour, label=f"{best}; {length} tokens", linewidth=1.3)
     axes.set_xlabel("tokens (millions)")
 
 
