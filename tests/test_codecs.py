@@ -189,7 +189,7 @@ def test_zeros_huge_numbers_and_what_is_not_finite(wire: str, method: str) -> No
 def test_top_k_against_a_sort(width: int, keep: int, seed: int) -> None:
     keep = min(keep, width)
     x, g = random(2, 3, width, seed=seed), random(2, 3, width, seed=seed + 1)
-    codec = TopK(width, keep, Cast(torch.float32, keep))
+    codec = TopK(width, Cast(torch.float32, keep))
     message = codec.encode(x)
     for row, seen, gradient, g_row in zip(
         x.flatten(0, 1).numpy(),
@@ -206,7 +206,7 @@ def test_top_k_against_a_sort(width: int, keep: int, seed: int) -> None:
 def test_top_k_at_the_widest() -> None:
     x = torch.zeros(1, 1, 2**16)
     x[..., -2:], x[..., 40_000] = torch.tensor([3.0, -4.0]), 5.0
-    assert torch.equal(there(TopK(2**16, 3, Cast(torch.float32, 3)), x), x)
+    assert torch.equal(there(TopK(2**16, Cast(torch.float32, 3)), x), x)
 
 
 def test_a_cut_is_the_codec_both_ways() -> None:
@@ -221,7 +221,7 @@ def test_a_cut_is_the_codec_both_ways() -> None:
             assert torch.equal(x.grad, back(codec, g, codec.places(codec.encode(x.detach()))))  # type: ignore[arg-type]
     # Top-k's gradient is its derivative.
     y = x.detach().double().requires_grad_()
-    exact = cross(y, TopK(16, 6, Cast(torch.float64, 6)))
+    exact = cross(y, TopK(16, Cast(torch.float64, 6)))
     exact.backward(g.double())
     assert torch.equal(y.grad, torch.where(exact != 0, g.double(), 0.0))  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from conftest import tiny
 
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
+from thinpipe.metrics import to_json
 from thinpipe.planner import Costs, average_bytes
 from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _rows, _time_step, figures, steps_to
 
@@ -100,7 +101,9 @@ def test_bytes_of_a_tied_table_count_in_every_replica() -> None:
 def test_planned_stages_have_machines_of_their_own(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """They were measured on the cores of one, all at once."""
     costs = Costs((0.1,) * 4, (0.2,) * 4, (0.0,) * 4, 10, 10, cores=1)
-    monkeypatch.setattr("thinpipe.race.calibrate", lambda *_: costs)
+    monkeypatch.setattr(
+        "thinpipe.calibrate.launch.start", lambda _, folder, *more: (folder / "costs.json").write_text(to_json(asdict(costs)))
+    )
     raced = entry("a", pipeline={"stages": 4, "micro_batches": 4}, data=corpus)
     seconds = _time_step(replace(raced, link="unlimited"), tmp_path, "planner", print, debug=False)
     assert seconds == pytest.approx((4 + 3) * 0.3)  # four micro-batches, and three stages to get through; one core would need 4.8

@@ -135,8 +135,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def calibrate(config: Config, debug: bool = False) -> Costs:
-    """Costs of a run's stages, all of them on this machine at once and joined by its loopback.
+def calibrate(config: Config, debug: bool = False, shared: bool = False) -> Costs:
+    """Costs of a run's stages, measured with all of them on this machine at once and joined by its loopback.
+
+    Args:
+        shared: the run's stages will share this machine's cores too, as a lab's do; else each has a machine of its own.
 
     Raises ThinpipeError as training would.
     """
@@ -146,7 +149,7 @@ def calibrate(config: Config, debug: bool = False) -> Costs:
         launch.start("calibrate", folder, opened.pipeline.stages, debug)
         stored: dict[str, Any] = json.loads((folder / _COSTS).read_text(encoding="utf-8"))
     costs: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-    return Costs(**costs)
+    return Costs(**costs if shared else costs | {"cores": None})
 
 
 def calibrate_stage(config: Config, here: Topology, folder: Path) -> None:

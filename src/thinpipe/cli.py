@@ -383,7 +383,7 @@ def _plan(args: Plan) -> dict[str, Any]:
     if args.calibrate:
         from .calibrate import calibrate
 
-        costs = dataclasses.replace(calibrate(config, args.debug), cores=None)  # each stage on a machine of its own
+        costs = calibrate(config, args.debug)
         gpu = calibrated(gpu, config, vocab, costs)
     suggestion = suggest(config, vocab, links, gpu) if args.suggest else None
     planned = suggestion.plan if suggestion else plan(config, vocab, links, gpu, costs=costs, tokens=config.plan.tokens)

@@ -150,13 +150,15 @@ class TopK(Codec):
 
     Args:
         width: W.
-        keep: K.
         inner: how the K values travel; its width is K.
     """
 
     width: int
-    keep: int
-    inner: Codec
+    inner: Cast | Integers
+
+    @property
+    def keep(self) -> int:
+        return self.inner.width
 
     @property
     def wire_bytes(self) -> int:
@@ -238,7 +240,7 @@ def make_codec(compression: CompressionConfig, width: int, wire: str | None = No
     wire = wire or compression.wire
     keep = compression.rank if compression.method == "topk" else width
     if wire in BITS:
-        codec: Codec = Integers(BITS[wire], keep, compression.rounding == "stochastic")
+        codec: Cast | Integers = Integers(BITS[wire], keep, compression.rounding == "stochastic")
     else:
         codec = Cast(getattr(torch, wire), keep)
-    return TopK(width, keep, codec) if compression.method == "topk" else codec
+    return TopK(width, codec) if compression.method == "topk" else codec

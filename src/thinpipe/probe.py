@@ -20,7 +20,7 @@ from .linkrate import measure_links, rounds
 from .meeting import meeting
 from .metrics import write_whole
 from .model import build_stages
-from .planner import balance, find_gpu, recommend
+from .planner import balance, find_gpu, recommend, stage_sizes
 from .topology import Topology
 
 _ALIKE = 1.15  # machines' speeds closer than this are equal
@@ -71,13 +71,12 @@ def layers_for(seconds: Sequence[float], config: Config, vocab: int) -> list[int
     stages, layers = config.pipeline.stages, int(config.sizes()["layers"])
     if max(seconds) <= _ALIKE * min(seconds) or config.segments != stages:
         return None
-    spec, table = config.spec(vocab), config.compression.stage_table
+    spec = config.spec(vocab)
     block = 4 * spec.width**2 + 3 * spec.width * spec.hidden  # multiply-adds a token, about; a head has vocab x width
     share = stages // len(seconds)
     per_stage = [each for each in seconds for _ in range(share)]
-    local = 0 if not config.compression.local_loss else spec.width if table == "full" else int(table)  # width of a local loss's head
-    widths = [local] * (stages - 1) + [spec.width]
-    return list(balance(per_stage, layers, [s * spec.vocab * width / block for s, width in zip(per_stage, widths, strict=True)]))
+    sizes = [stage_sizes(config, spec, stage) for stage in range(stages)]
+    return list(balance(per_stage, layers, [s * (size.head + size.scored) / block for s, size in zip(per_stage, sizes, strict=True)]))
 
 
 def _layer_seconds(config: Config, here: Topology, vocab: int) -> float:

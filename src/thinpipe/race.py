@@ -193,8 +193,7 @@ def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None],
     config = entry.config
     if timing == "planner":
         links = lab_links(config, entry.link, _where(entry))[: max(1, config.pipeline.stages - 1)]
-        costs = replace(calibrate(config, debug), cores=None)  # each stage on a machine of its own
-        return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=costs).seconds_per_step
+        return plan(config, prepare(config).vocab, links, find_gpu("cpu"), costs=calibrate(config, debug)).seconds_per_step
     every = config.average.every
     groups = to_dict(config)
     setting = [entry.link, {**groups, "run": [config.run.precision, config.run.device]}]

@@ -327,22 +327,22 @@ class _Together(Alone):
         """
         if not self._epoch.newcomers:
             return None
-        newcomers, state = self._epoch.newcomers, None
+        newcomers = self._epoch.newcomers
+        is_new = self._me in newcomers
+        works: list[Future[Any]] = []
         with ThreadPoolExecutor(1 + len(newcomers)) as pool:
-            receiving = pool.submit(self._receive) if self._me in newcomers else None
-            works: list[Future[Any]] = [receiving] if receiving else []
-            if self._me == self._epoch.source and self._group is not None:
+            if is_new:
+                works = [pool.submit(self._receive)]
+            elif self._me == self._epoch.source and self._group is not None:
                 # A large state takes long to copy and to hash: the newcomers are met meanwhile.
                 ready = pool.submit(_packed, *give())
                 works = [ready, *(pool.submit(self._send, newcomer, ready) for newcomer in newcomers)]
             self._until(lambda: all(work.done() for work in works))
-            for work in works:
-                work.result()
-        if receiving is not None:
-            state = receiving.result()
+        results = [work.result() for work in works]
+        if is_new:
             self._ask(lambda council: council.mark("given"))
         self._until(lambda: self._ask(lambda council: council.marked("given", newcomers)) is not False)
-        return state
+        return results[0] if is_new else None
 
     def _between(self, newcomer: Member, attempt: int) -> Any:
         """A group of the source (rank 0) and a newcomer (rank 1), both at this stage: what breaks here is no other average's trouble."""

@@ -83,8 +83,7 @@ class Trainer:
         self.took_part = 0  # replicas, in the last step
         self.replicas.watch([(name, parameter) for name, parameter, _ in self.stage.roles()])
         resumed = self._resume()
-        asked = lambda: stop is not None and stop.asked  # noqa: E731
-        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell, asked)
+        self.finished_elsewhere = not self.replicas.enter(self.done_steps, self._about(), self._give, self._take, tell, self._asked)
         if topology.is_first and self.data is not None and self.data.tokenizer is not None:
             write_whole(folder / TOKENIZER, self.data.tokenizer.to_str())  # for those who have the run but not the corpus
         if resumed is not None:
@@ -427,17 +426,20 @@ class Trainer:
 
     def _own_tally(self, loss: float) -> Tally:
         wire, state = self.pipeline.take_wire(), self.checkpoints.state
-        asked = self.stop is not None and self.stop.asked
         return Tally(
             loss=loss,
             wire_forward=wire.forward,
             wire_backward=wire.backward,
             average_bytes=self.replicas.take_bytes(),
-            stop=float(asked),
+            stop=float(self._asked()),
             written=float(state == "written"),
             failed=float(state == "failed"),
             energy=self.statistic.captured() if self.statistic is not None else 0.0,
         )
+
+    def _asked(self) -> bool:
+        """Whether this process has been asked to stop."""
+        return self.stop is not None and self.stop.asked
 
     def _told(self, complaint: str | None) -> None:
         if complaint:

@@ -45,7 +45,7 @@ def train_in_lab(config: Config, text: str, where: str, say: Callable[[str], Non
         say(remark)
     if finished(folder, config) is not None:
         raise ThinpipeError(f"{whats_finished(folder, config)}, or leave run.dir out for a new run")
-    vocab, costs = prepare(config).vocab, calibrate(config, debug)
+    vocab, costs = prepare(config).vocab, calibrate(config, debug, shared=True)
     with lab(links, stages * replicas, seed=config.run.seed) as net:
         shown = max(1, stages - 1)  # links; without boundaries, the one that replicas average over
         links, achieved = links[:shown], net.measure()[:shown]

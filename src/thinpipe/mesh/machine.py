@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ def bring_up(mesh: Mesh, key: Path = KEY) -> Machine:
         if not device:
             _add_device(mesh.device)
         _run("wg", "syncconf", mesh.device, "/dev/stdin", stdin=wireguard(mesh, here, private))
-        for old in _addresses(mesh.device) - {here.address}:  # the list has changed: it may be another machine's now
-            _run("ip", "address", "delete", f"{old}/{mesh.network.prefixlen}", "dev", mesh.device)
+        for name, old in _addresses():
+            if name == mesh.device and str(old.ip) != here.address:  # the list has changed: it may be another machine's now
+                _run("ip", "address", "delete", str(old), "dev", mesh.device)
         _run("ip", "address", "replace", f"{here.address}/{mesh.network.prefixlen}", "dev", mesh.device)
         _run("ip", "link", "set", mesh.device, "mtu", str(mesh.mtu), "up")
     except ThinpipeError:
@@ -136,17 +138,18 @@ def _add_device(device: str) -> None:
     _run("wireguard-go", device)
 
 
-def _addresses(device: str) -> set[str]:
-    told = json.loads(_run("ip", "-json", "-4", "address", "show", "dev", device))
-    return {address["local"] for each in told for address in each.get("addr_info", [])}
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Interface]]:
+    """This machine's devices and their addresses."""
+    for device in json.loads(_run("ip", "-json", "-4", "address")):
+        for address in device.get("addr_info", []):
+            yield device["ifname"], ipaddress.IPv4Interface(f"{address['local']}/{address['prefixlen']}")
 
 
 def _refuse_overlap(mesh: Mesh) -> None:
     """The firewall drops what comes from elsewhere for the mesh's addresses: they must be nobody else's."""
-    for device in json.loads(_run("ip", "-json", "-4", "address")):
-        for address in device.get("addr_info", []):
-            if device.get("ifname") != mesh.device and ipaddress.IPv4Address(address["local"]) in mesh.network:
-                raise ThinpipeError(f"subnet = {mesh.subnet} holds {device['ifname']}'s address {address['local']}; choose another subnet")
+    for device, address in _addresses():
+        if device != mesh.device and address.ip in mesh.network:
+            raise ThinpipeError(f"subnet = {mesh.subnet} holds {device}'s address {address.ip}; choose another subnet")
 
 
 def refuse_lockout(mesh: Mesh) -> None:
