@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from .trial import lab_links, train_in_lab
 
 _SAME = ("data", "model.context", "train.batch", "train.steps", "train.eval_batches", "run.seed")
 _LAB_STEPS = 12
+_CALIBRATIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,8 @@ def race(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ThinpipeError(f"--out {out} can't be used: {error.strerror}; give a folder that can be written") from None
-    curves = [_run(entry, out, seeds, timing, say, debug) for entry in entries]
+    seconds = _time_steps(entries, out, timing, say, debug)
+    curves = [_run(entry, out, seeds, per_step, timing, say, debug) for entry, per_step in zip(entries, seconds, strict=True)]
     first = curves[0]
     target = float(first.losses[:, -1].mean()) if target is None else target
     if extend > 1:
@@ -139,14 +141,14 @@ def _field(config: Config, name: str) -> Any:
     return values.get(field) if field else {key: value for key, value in values.items() if key not in ("cache", "source")}
 
 
-def _run(entry: Entry, out: Path, seeds: int, timing: str, say: Callable[[str], None], debug: bool) -> Curve:
+def _run(entry: Entry, out: Path, seeds: int, seconds_per_step: float, timing: str, say: Callable[[str], None], debug: bool) -> Curve:
     config = entry.config
     steps, losses = _learn(entry, out, seeds, say, debug)
     return Curve(
         entry=entry,
         steps=steps,
         losses=losses,
-        seconds_per_step=_time_step(entry, out, timing, say, debug),
+        seconds_per_step=seconds_per_step,
         timed=timing,
         bytes_per_step=_bytes_per_step(config, prepare(config).vocab),
         compression=2 * config.sizes()["width"] / wire_bytes_per_token(config),
@@ -187,6 +189,13 @@ def _extended(curve: Curve, times: int, out: Path, say: Callable[[str], None], d
     entry = replace(curve.entry, name=f"{curve.entry.name} x{times}", config=longer)
     steps, losses = _learn(entry, out, len(curve.losses), say, debug)
     return replace(curve, entry=entry, steps=steps, losses=losses)
+
+
+def _time_steps(entries: Sequence[Entry], out: Path, timing: str, say: Callable[[str], None], debug: bool) -> list[float]:
+    """Seconds of a step of each. Calibrations are repeated in turn: a machine that gets busier favours no row."""
+    rounds = _CALIBRATIONS if timing == "planner" else 1
+    found = [[_time_step(entry, out, timing, say, debug) for entry in entries] for _ in range(rounds)]
+    return [median(each) for each in zip(*found, strict=True)]
 
 
 def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None], debug: bool) -> float:
