@@ -239,6 +239,10 @@ def test_a_dense_run_starts_from_a_hugging_face_folder(tmp_path: Path, corpus: d
         assert all(torch.equal(tensor, trained[name]) for name, tensor in trainer.stage.weights().items())
         assert trainer.evaluate() == pytest.approx(before.val_loss, rel=1e-5)
         trainer.metrics.close()
+        tables = replace(opened, compression=replace(opened.compression, stage_table="full", local_loss=0.3))  # at first of zeros
+        trainer = Trainer(tables, alone, folder)
+        assert trainer.evaluate() == pytest.approx(before.val_loss, rel=1e-5)
+        trainer.metrics.close()
     with pytest.raises(ThinpipeError, match=r"model\.init_from starts a dense model"):
         from_dict(tiny(model=initial)).check()
 
@@ -261,8 +265,9 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     assert torch.allclose(trainer.stage.embed.weight, start, atol=1e-5)
     begun = run(opened)
     (tmp_path / "source").rename(tmp_path / "gone")  # the run has all of its own by now
-    (tmp_path / "warm/result.json").unlink()
-    assert run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
+    for again in (warm, groups):
+        (tmp_path / "warm/result.json").unlink()
+        assert run(config(tmp_path / "warm", corpus, **again, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
     (tmp_path / "gone").rename(tmp_path / "source")
     for field, value in (("rank", 4), ("method", "none"), ("static", "gaussian"), ("static_scale", 0.5)):
         with pytest.raises(ThinpipeError, match=rf"source' has compression\.{field} = "):
