@@ -141,6 +141,23 @@ def test_nobody_is_told_that_a_run_is_finished_before_its_result_stands(tmp_path
     assert told == [(False, False), (True, True)]
 
 
+def test_replicas_do_not_take_stop_at_for_the_end(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """Ways averaged there as at the end would make the rest another run than one without a stop."""
+    told = []
+
+    class Recorder(Alone):
+        def stepped(self, step: int, last: bool, settle: bool) -> None:
+            told.append((step, last))
+
+    for steps in ({"steps": 4, "stop_at": 2}, {"steps": 4}):
+        opened, folder, _ = open_run(config(tmp_path / "run", corpus, train=steps))
+        with connect(20) as alone:
+            training = Trainer(opened, alone, folder)
+            training.replicas = Recorder()
+            training.fit()
+    assert told == [(1, False), (2, False), (3, False), (4, True)]
+
+
 def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]) -> None:
     class AskedAtOnce:
         asked = True

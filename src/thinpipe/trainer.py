@@ -178,7 +178,7 @@ class Trainer:
                 self.statistic.drop()
             self._refuse(step + 1)
         self.done_steps = step + 1
-        self.replicas.stepped(self.done_steps, self.done_steps == config.train.last_step, settle=not moves)
+        self.replicas.stepped(self.done_steps, self.done_steps == config.train.steps, settle=not moves)
         if moves:
             assert isinstance(self.stage.method, Subspace)
             self.move_subspace(self.stage.method, self.batch(step))
