@@ -17,7 +17,7 @@ import torch
 
 from . import launch, subspace
 from .calibrate import choose_schedule
-from .checkpoint import Checkpointer, find, newest_step
+from .checkpoint import Checkpointer, await_together, find, in_background, newest_step
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
 from .device import pick_device, share_cores, use_bf16
@@ -51,7 +51,9 @@ class Trainer:
         self.config, self.here, self.folder, self.stop = config, topology, folder, stop
         share_cores(topology)
         has_data = config.data.source == "local" or topology.is_first
-        self.data: Data | None = prepare(config) if has_data else None
+        preparing = in_background(lambda: prepare(config) if has_data else None)
+        await_together(preparing, topology, math.inf)  # a large corpus, where it is new, takes longer than network.timeout
+        self.data: Data | None = preparing.result()
         vocab = self._agree_on_data()
         (self.stage,) = build_stages(config, vocab, [topology.stage])
         device = pick_device(config.run.device, topology.local_rank)
