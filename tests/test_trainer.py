@@ -92,12 +92,12 @@ def test_numbers_are_right(tmp_path: Path, corpus: dict[str, Any]) -> None:
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, corpus: dict[str, Any]) -> None:
-    groups: dict[str, Any] = {"train": {"steps": 9, "checkpoint_every": 4}, "compression": {"move_every": 3}}
+    groups: dict[str, Any] = {"train": {"steps": 20, "checkpoint_every": 4}, "compression": {"move_every": 3}}
     whole = run(config(tmp_path / "whole", corpus, **groups))
-    stopped = run(config(tmp_path / "parts", corpus, **groups | {"train": groups["train"] | {"stop_at": 5}}))
-    assert stopped.stopped and stopped.steps == 5
+    stopped = run(config(tmp_path / "parts", corpus, **groups | {"train": groups["train"] | {"stop_at": 13}}))
+    assert stopped.stopped and stopped.steps == 13
     rest = run(config(tmp_path / "parts", corpus, **groups))
-    assert not rest.stopped and rest.val_loss == whole.val_loss
+    assert not rest.stopped and rest.val_loss == whole.val_loss and rest.train_loss == whole.train_loss
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -303,6 +303,23 @@ def test_a_sample_that_can_not_be_encoded_costs_only_the_sample(tmp_path: Path, 
     told = [event["text"] for event in read_events(tmp_path / "run/metrics.jsonl") if event["event"] == "complaint"]
     assert result.sample == "" and result.steps == 2
     assert len(told) == 1 and told[0].startswith("no sample: the text 'no-such-word' can't be encoded"), told
+
+
+def test_a_spike_behind_a_resume_is_one_of_the_steps_before_it(
+    tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, step: int) -> Tally:
+        total = original(self, step)
+        return replace(total, loss=50.0) if step + self.skipped == 14 else total
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    steps = {"steps": 16, "checkpoint_every": 6, "roll_back_above": 1.5, "eval_every": 0}
+    run(config(tmp_path / "run", corpus, train=steps | {"stop_at": 13}))
+    run(config(tmp_path / "run", corpus, train=steps))
+    (told,) = [event["text"] for event in read_events(tmp_path / "run/metrics.jsonl") if event["event"] == "complaint"]
+    assert told == "step 15 was a spike of the loss: back to step 13, 2 batches are left out"
 
 
 def test_a_spike_rolls_back_and_skips_its_batches(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
