@@ -321,6 +321,15 @@ def test_gradients_of_low_rank_are_near_and_equal_and_make_up_for_their_errors(p
         assert (pair.replicas[0].take_bytes() < size / 10) == (turn >= 2)
     exact, near = (torch.cat([part.flatten() for part in parts]) for parts in sums)
     assert 0 < float((near - exact).norm() / exact.norm()) < 0.1
+
+    weight = next(pair.models[1].parameters())
+    before = weight.detach().clone()
+    weight.data[0, 0] = torch.nan  # a step that will be refused
+    together(lambda: step(0, 0), lambda: step(1, 1))
+    assert not all(p.grad is None or p.grad.isfinite().all() for p in pair.models[0].parameters())
+    weight.data.copy_(before)
+    together(lambda: step(0, 0), lambda: step(1, 1))
+    assert all(p.grad is None or p.grad.isfinite().all() for model in pair.models for p in model.parameters())
     pair.close()
 
 

@@ -92,12 +92,12 @@ def test_numbers_are_right(tmp_path: Path, corpus: dict[str, Any]) -> None:
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, corpus: dict[str, Any]) -> None:
-    groups: dict[str, Any] = {"train": {"steps": 9, "checkpoint_every": 4}, "compression": {"move_every": 3}}
+    groups: dict[str, Any] = {"train": {"steps": 20, "checkpoint_every": 4}, "compression": {"move_every": 3}}
     whole = run(config(tmp_path / "whole", corpus, **groups))
-    stopped = run(config(tmp_path / "parts", corpus, **groups | {"train": groups["train"] | {"stop_at": 5}}))
-    assert stopped.stopped and stopped.steps == 5
+    stopped = run(config(tmp_path / "parts", corpus, **groups | {"train": groups["train"] | {"stop_at": 13}}))
+    assert stopped.stopped and stopped.steps == 13
     rest = run(config(tmp_path / "parts", corpus, **groups))
-    assert not rest.stopped and rest.val_loss == whole.val_loss
+    assert not rest.stopped and rest.val_loss == whole.val_loss and rest.train_loss == whole.train_loss
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -139,6 +139,23 @@ def test_nobody_is_told_that_a_run_is_finished_before_its_result_stands(tmp_path
         training.replicas = Recorder()
         assert training.fit() is not None
     assert told == [(False, False), (True, True)]
+
+
+def test_replicas_do_not_take_stop_at_for_the_end(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    """Ways averaged there as at the end would make the rest another run than one without a stop."""
+    told = []
+
+    class Recorder(Alone):
+        def stepped(self, step: int, last: bool, settle: bool) -> None:
+            told.append((step, last))
+
+    for steps in ({"steps": 4, "stop_at": 2}, {"steps": 4}):
+        opened, folder, _ = open_run(config(tmp_path / "run", corpus, train=steps))
+        with connect(20) as alone:
+            training = Trainer(opened, alone, folder)
+            training.replicas = Recorder()
+            training.fit()
+    assert told == [(1, False), (2, False), (3, False), (4, True)]
 
 
 def test_a_stop_request_saves_and_says_so(tmp_path: Path, corpus: dict[str, Any]) -> None:
@@ -239,6 +256,10 @@ def test_a_dense_run_starts_from_a_hugging_face_folder(tmp_path: Path, corpus: d
         assert all(torch.equal(tensor, trained[name]) for name, tensor in trainer.stage.weights().items())
         assert trainer.evaluate() == pytest.approx(before.val_loss, rel=1e-5)
         trainer.metrics.close()
+        tables = replace(opened, compression=replace(opened.compression, stage_table="full", local_loss=0.3))  # at first of zeros
+        trainer = Trainer(tables, alone, folder)
+        assert trainer.evaluate() == pytest.approx(before.val_loss, rel=1e-5)
+        trainer.metrics.close()
     with pytest.raises(ThinpipeError, match=r"model\.init_from starts a dense model"):
         from_dict(tiny(model=initial)).check()
 
@@ -261,8 +282,9 @@ def test_a_run_starts_from_another_ones_basis(tmp_path: Path, corpus: dict[str, 
     assert torch.allclose(trainer.stage.embed.weight, start, atol=1e-5)
     begun = run(opened)
     (tmp_path / "source").rename(tmp_path / "gone")  # the run has all of its own by now
-    (tmp_path / "warm/result.json").unlink()
-    assert run(config(tmp_path / "warm", corpus, **warm, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
+    for again in (warm, groups):
+        (tmp_path / "warm/result.json").unlink()
+        assert run(config(tmp_path / "warm", corpus, **again, run={"dir": str(tmp_path / "warm"), "seed": 5})).val_loss == begun.val_loss
     (tmp_path / "gone").rename(tmp_path / "source")
     for field, value in (("rank", 4), ("method", "none"), ("static", "gaussian"), ("static_scale", 0.5)):
         with pytest.raises(ThinpipeError, match=rf"source' has compression\.{field} = "):
@@ -281,6 +303,23 @@ def test_a_sample_that_can_not_be_encoded_costs_only_the_sample(tmp_path: Path, 
     told = [event["text"] for event in read_events(tmp_path / "run/metrics.jsonl") if event["event"] == "complaint"]
     assert result.sample == "" and result.steps == 2
     assert len(told) == 1 and told[0].startswith("no sample: the text 'no-such-word' can't be encoded"), told
+
+
+def test_a_spike_behind_a_resume_is_one_of_the_steps_before_it(
+    tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, step: int) -> Tally:
+        total = original(self, step)
+        return replace(total, loss=50.0) if step + self.skipped == 14 else total
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    steps = {"steps": 16, "checkpoint_every": 6, "roll_back_above": 1.5, "eval_every": 0}
+    run(config(tmp_path / "run", corpus, train=steps | {"stop_at": 13}))
+    run(config(tmp_path / "run", corpus, train=steps))
+    (told,) = [event["text"] for event in read_events(tmp_path / "run/metrics.jsonl") if event["event"] == "complaint"]
+    assert told == "step 15 was a spike of the loss: back to step 13, 2 batches are left out"
 
 
 def test_a_spike_rolls_back_and_skips_its_batches(tmp_path: Path, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

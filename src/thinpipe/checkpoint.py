@@ -160,7 +160,7 @@ class Checkpointer:
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             copy.copy_(tensor.detach())
-        self._save = _Save(step, json.loads(json.dumps(facts)), _in_background(lambda: self._write(step)))
+        self._save = _Save(step, json.loads(json.dumps(facts)), in_background(lambda: self._write(step)))
 
     def commit(self) -> str | None:
         """COLLECTIVE, once every stage's state is "written" or "failed": seal and rename the checkpoint, remove old ones.
@@ -203,7 +203,7 @@ class Checkpointer:
         """
         error = None
         if self._save is not None:
-            _await_together(self._save.record, self.topology)
+            await_together(self._save.record, self.topology)
             error = self.commit()
         if self._removal is not None:
             wait([self._removal], REMOVAL_PATIENCE)
@@ -275,7 +275,7 @@ class Checkpointer:
         for old in passed:
             if old not in keep:
                 _retire(_path(self.folder, old))
-        self._removal = _in_background(lambda: _delete(self.folder, "step-*.removed"))  # gigabytes: no step shall wait for that
+        self._removal = in_background(lambda: _delete(self.folder, "step-*.removed"))  # gigabytes: no step shall wait for that
 
     def _discard(self, step: int) -> None:
         partial, stage = self._partial(step), self.topology.stage
@@ -357,8 +357,8 @@ def _open(folder: Path, step: int, wanted: Wanted, topology: Topology | None) ->
         damages = (_damage(folder / file, records[file], host) for file in sorted({files[name] for name in names}))
         return next(filter(None, damages), None)
 
-    pending = _in_background(verify)
-    _await_together(pending, topology)
+    pending = in_background(verify)
+    await_together(pending, topology)
     _complain(_gather(topology, pending.result()))
     return Checkpoint(step, facts, folder, files)
 
@@ -421,7 +421,7 @@ def _gather(topology: Topology | None, value: Any) -> list[Any]:
     return topology.gather(value) if topology else [value]
 
 
-def _in_background(work: Callable[[], T]) -> Future[T]:
+def in_background(work: Callable[[], T]) -> Future[T]:
     """Run in a daemon thread: unlike an executor's it doesn't hold up a process that is told to exit at once."""
     future: Future[T] = Future()
 
@@ -435,15 +435,20 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _await_together(pending: Future[Any], topology: Topology | None) -> None:
-    """Wait until every stage's disk work is done, hearing from all meanwhile: a peer with a slow disk is not a lost one."""
+def await_together(pending: Future[Any], topology: Topology | None, patience: float | None = None) -> None:
+    """Wait until every stage's work is done, hearing from all meanwhile: a peer with a slow disk is not a lost one.
+
+    Args:
+        patience: seconds after which a disk counts as stuck (None: DISK_PATIENCE).
+    """
+    patience = DISK_PATIENCE if patience is None else patience
     started = time.monotonic()
     while True:
         wait([pending], HEARTBEAT)
         busy = not pending.done()
-        everyone = _gather(topology, [busy, busy and time.monotonic() - started > DISK_PATIENCE, str(topology or "this process")])
+        everyone = _gather(topology, [busy, busy and time.monotonic() - started > patience, str(topology or "this process")])
         if stuck := [who for _, is_stuck, who in everyone if is_stuck]:
-            raise ThinpipeError(f"the disk of {', '.join(stuck)} has not answered for {DISK_PATIENCE:g} s; mend it and start again")
+            raise ThinpipeError(f"the disk of {', '.join(stuck)} has not answered for {patience:g} s; mend it and start again")
         if not any(busy for busy, _, _ in everyone):
             return
 

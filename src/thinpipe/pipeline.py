@@ -21,7 +21,7 @@ from . import schedule
 from .config import PipelineConfig
 from .data import PAD
 from .model import Stage
-from .replicas import ALONE, Alone
+from .replicas import ALONE, Alone, Synchronous
 from .schedule import Action
 from .tally import Tally
 from .topology import EVALUATE_TAG, STEP_TAG, TALLY_TAG, TIED_TAG, Topology
@@ -302,10 +302,12 @@ class Pipeline:
                     return f"{what} that are not finite came to stage {stage} on {host}, though they had been sent finite"
                 if not has[what]:
                     return f"stage {stage} on {host} made {what} that are not finite{' (or the loss)' * (stage == len(everyone) - 1)}"
-        for stage, (host, has) in enumerate(everyone):
-            if not has["own gradients"]:
-                return f"stage {stage} on {host} made gradients of its weights that are not finite"
-        return "the global norm of the gradients is not finite"
+        blamed = [f"stage {stage} on {host}" for stage, (host, has) in enumerate(everyone) if not has["own gradients"]]
+        if not blamed:
+            return "the global norm of the gradients is not finite"
+        if isinstance(self.replicas, Synchronous) and self.replicas.members > 1:  # these are all replicas' gradients by now
+            return "the mean of the replicas' gradients is not finite, though all that this one's stages handed on was; see the others"
+        return f"{blamed[0]} made gradients of its weights that are not finite"
 
     def _expect_tally(self) -> None:
         """Post the tally's receives when the step begins: Gloo moves nothing before, and a late one costs a delay."""

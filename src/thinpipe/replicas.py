@@ -486,17 +486,20 @@ class Synchronous(_Together):
 
 
 class Approximate(Synchronous):
-    """Gradients of low rank by torch's PowerSGD (arXiv 1905.13727), with its error feedback, from a group's third step on.
+    """Gradients of low rank by torch's PowerSGD (arXiv 1905.13727), with its error feedback, from a group's third step on, and
+    from the third behind one that wasn't finite.
 
     Torch's hook waits inside of its callbacks, so that two buckets under way could get into each other's places: there is one,
     and it goes off when the backward is done.
     """
 
     def _meet(self) -> None:
+        super()._meet()
+        self._begin_anew()  # whoever comes knows nothing of the others' errors
+
+    def _begin_anew(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        super()._meet()
-        # Whoever comes knows nothing of the others' errors, so all begin anew.
         self._hook: Callable[..., Any] = powerSGD_hook
         self._power = PowerSGDState(self._group, self.config.average.rank, start_powerSGD_iter=2)
 
@@ -516,6 +519,8 @@ class Approximate(Synchronous):
             return False
         numbers = self._power.total_numel_after_compression - numbers or bucket.buffer().numel()
         self._sent += 2 * 4 * numbers * (self.members - 1) // self.members
+        if not bucket.buffer().isfinite().all():  # on all members: what each keeps of it would poison the steps behind the refused one
+            self._begin_anew()
         for parameter, mean in zip(there, bucket.gradients(), strict=True):
             parameter.grad = mean.to(parameter)
         return True

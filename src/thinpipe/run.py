@@ -118,14 +118,11 @@ def with_tokenizer(config: Config) -> Config:
 
 
 def _with_static_seed(config: Config, folder: Path | None) -> Config:
-    """Another run's basis goes with its static embedding; a run that has begun in `folder` knows it itself."""
+    """Another run's basis goes with its static embedding; a run that has begun in `folder` knows it itself (`_agree`)."""
     source = config.compression.init_from
-    if source is None:
+    if source is None or (folder is not None and _has_begun(folder)):
         return config
-    if folder is not None and _has_begun(folder):
-        seed = load(folder / "config.toml").compression.static_seed
-    else:
-        seed = _agreeing(source, config).static_seed
+    seed = _agreeing(source, config).static_seed
     if config.compression.static_seed is not None:
         return config
     return replace(config, compression=replace(config.compression, static_seed=seed))
@@ -162,9 +159,8 @@ def _new_folder(name: str) -> Path:
 
 
 def _agree(old: Config, new: Config) -> tuple[Config, list[str]]:
-    if new.compression.segments is None:
-        new = replace(new, compression=replace(new.compression, segments=old.compression.segments))
-    new.check()
+    kept = {name: getattr(old.compression, name) for name in ("segments", "static_seed") if getattr(new.compression, name) is None}
+    new = replace(new, compression=replace(new.compression, **kept)).check()
     for name, was, now in differences(old, new):
         raise ThinpipeError(
             f"{name} was {was!r} when the run began and is {now!r} now; put it back, or start a new run with another run.dir"

@@ -17,7 +17,7 @@ import torch
 
 from . import launch, subspace
 from .calibrate import choose_schedule
-from .checkpoint import Checkpointer, find, newest_step
+from .checkpoint import Checkpointer, await_together, find, in_background, newest_step
 from .config import Config, ThinpipeError, to_dict
 from .data import Data, prepare
 from .device import pick_device, share_cores, use_bf16
@@ -51,7 +51,9 @@ class Trainer:
         self.config, self.here, self.folder, self.stop = config, topology, folder, stop
         share_cores(topology)
         has_data = config.data.source == "local" or topology.is_first
-        self.data: Data | None = prepare(config) if has_data else None
+        preparing = in_background(lambda: prepare(config) if has_data else None)
+        await_together(preparing, topology, math.inf)  # a large corpus, where it is new, takes longer than network.timeout
+        self.data: Data | None = preparing.result()
         vocab = self._agree_on_data()
         (self.stage,) = build_stages(config, vocab, [topology.stage])
         device = pick_device(config.run.device, topology.local_rank)
@@ -107,7 +109,7 @@ class Trainer:
         if self.choice is not None:
             self.metrics.event("schedule", step=self.done_steps, **self.choice._asdict())
             self.metrics.say(f"schedule: {self.choice.why}")
-        losses: list[float] = []
+        losses = self._losses_before()
         seconds: list[float] = []
         total, val_loss, stopped = Tally(), math.nan, False
         while self.done_steps < config.train.last_step and not stopped:
@@ -138,7 +140,7 @@ class Trainer:
             raise launch.Stopped
         val_loss = self.evaluate()
         if not seconds:  # this life had nothing left to train
-            losses, seconds, total = self._told_before()
+            seconds, total = self._told_before()
         result = self._result(total, losses, val_loss, seconds)
         if self.done_steps == config.train.steps:
             self.replicas.leave(finished=True)  # not before there is a result: whoever comes later doesn't train
@@ -178,7 +180,7 @@ class Trainer:
                 self.statistic.drop()
             self._refuse(step + 1)
         self.done_steps = step + 1
-        self.replicas.stepped(self.done_steps, self.done_steps == config.train.last_step, settle=not moves)
+        self.replicas.stepped(self.done_steps, self.done_steps == config.train.steps, settle=not moves)
         if moves:
             assert isinstance(self.stage.method, Subspace)
             self.move_subspace(self.stage.method, self.batch(step))
@@ -486,12 +488,20 @@ class Trainer:
             return wire_bytes_per_token(self.config), False
         return (total.wire_forward + total.wire_backward) / (self.stage.batch_tokens * boundaries * 2), True
 
-    def _told_before(self) -> tuple[list[float], list[float], Tally]:
-        """The steps' losses and seconds, and the last one's traffic, as earlier lives have written them (the first stage does)."""
-        steps = [event for event in read_events(self.folder / "metrics.jsonl") if event["event"] == "step"] if self.here.is_first else []
-        losses, seconds = ([float(step.get(key) or math.nan) for step in steps] for key in ("loss", "seconds"))
+    def _steps_before(self) -> list[dict[str, Any]]:
+        """The events of the steps that earlier lives have done; the first stage has them."""
+        return [event for event in read_events(self.folder / "metrics.jsonl") if event["event"] == "step"] if self.here.is_first else []
+
+    def _losses_before(self) -> list[float]:
+        """The newest losses of earlier lives. COLLECTIVE."""
+        told: list[float] = self.here.gather([float(step.get("loss") or math.nan) for step in self._steps_before()[-50:]])[0]
+        return told
+
+    def _told_before(self) -> tuple[list[float], Tally]:
+        """The steps' seconds, and the last one's traffic, as earlier lives have written them (the first stage does)."""
+        steps = self._steps_before()
         forward, backward = wire_bytes(steps[-1]) if steps else (0, 0)
-        return losses, seconds, Tally(wire_forward=forward, wire_backward=backward)
+        return [float(step.get("seconds") or math.nan) for step in steps], Tally(wire_forward=forward, wire_backward=backward)
 
     def _result(self, total: Tally, losses: list[float], val_loss: float, seconds: list[float]) -> Result | None:
         stage, config = self.stage, self.config
@@ -502,7 +512,7 @@ class Trainer:
         if not self.here.is_first:
             return None
         steady = seconds[max(3, len(seconds) // 10) :] or seconds or [math.nan]
-        tail = [loss for loss in losses[-max(1, min(50, len(losses) // 10)) :] if math.isfinite(loss)] or [math.nan]
+        tail = [loss for loss in losses[-max(1, min(50, self.done_steps // 10)) :] if math.isfinite(loss)] or [math.nan]
         per_token, measured = self._wire_per_token(total)
         dense = 2.0 * stage.spec.width
         result = Result(

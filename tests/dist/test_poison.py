@@ -30,6 +30,16 @@ def test_a_poisoned_step_is_refused_everywhere_and_its_origin_named(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_replica_does_not_take_another_ones_numbers_for_its_own(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    status, _, err = poisoned(tmp_path, corpus, [Fault(what="poison", replica=1, stage=1, step=3)], "--pipeline.replicas", "2")
+    assert status == 0, err
+    runs = [tmp_path / "run", tmp_path / "run/replicas/1"]
+    told = [[e["text"] for e in read_events(run / "metrics.jsonl") if e["event"] == "complaint"] for run in runs]
+    assert len(told[0]) == 1 and told[0][0].startswith("step 3 is refused: the mean of the replicas' gradients is not finite"), told
+    assert len(told[1]) == 1 and told[1][0].startswith("step 3 is refused: stage 1 on"), told
+
+
+@pytest.mark.slow
 def test_steps_refused_in_a_row_end_the_run_with_the_checkpoint_before(tmp_path: Path, corpus: dict[str, Any]) -> None:
     planned = [Fault(what="poison", stage=1, step=step) for step in (5, 6, 7)]
     status, _, err = poisoned(tmp_path, corpus, planned, "--train.max-refused", "3")
