@@ -574,7 +574,7 @@ RUNS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "tokenizer.json: without the prompt's words": (
         lambda run: put(run / "tokenizer.json", word_level(y=0)), "generate run -p x", r"prompt.*UNK"
     ),
-    "tokenizer.json: missing": (lambda run: (run / "tokenizer.json").unlink(), "generate run -p x", "without a tokenizer"),
+    "tokenizer.json: missing": (lambda run: (run / "tokenizer.json").unlink(), "generate run -p x", r"no tokenizer\.json; put it back"),
     "a prompt too long": (lambda run: None, f"generate run -p {'abc' * 99}", r"the prompt has \d+ tokens; give 1 to model\.context = 16"),
     "stages beyond the segments": (
         lambda run: None, f"generate run -p x --staged --stages {10**9}", "1000000000 stages are more than .* 2 segments"

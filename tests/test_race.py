@@ -37,6 +37,12 @@ def curve(name: str, losses: list[list[float]], seconds: float, **groups: dict[s
     )
 
 
+def test_the_first_reaches_its_own_final_loss_with_several_seeds() -> None:
+    dense = curve("dense", [[3.0, 2.0, 1.0], [3.0, 2.0, 1.2], [3.0, 2.0, 1.5]], seconds=1.0)
+    (row,) = _rows([dense], target=float(dense.losses.mean(0)[-1]))
+    assert row["steps_to_target"] == 30 and row["speedup_vs_first"] == 1
+
+
 @pytest.mark.parametrize(("target", "step"), [(3.0, 10.0), (5.0, 10.0), (2.5, 15.0), (2.0, 20.0), (1.6, 28.0), (1.5, 30.0), (1.4, None)])
 def test_steps_to_a_target_are_on_the_line_between_validations(target: float, step: float | None) -> None:
     found = steps_to(target, np.array([10, 20, 30]), np.array([3.0, 2.0, 1.5]))
@@ -46,12 +52,12 @@ def test_steps_to_a_target_are_on_the_line_between_validations(target: float, st
 def test_a_slower_learner_may_win_by_time() -> None:
     dense = curve("dense", [[3.0, 2.0, 1.0], [3.0, 2.0, 1.2]], seconds=10.0)
     thin = curve("thin", [[3.0, 2.2, 1.05], [3.0, 2.2, 1.05]], seconds=1.0)
-    lost = curve("lost", [[3.0, 2.0, 1.0], [3.0, 2.5, 2.0]], seconds=1.0)
+    lost = curve("lost", [[3.0, 2.0, 1.2], [3.0, 2.5, 2.0]], seconds=1.0)
     rows = _rows([dense, thin, lost], target=1.5)
-    assert rows[0]["steps_to_target"] == pytest.approx((25 + 26.25) / 2) and rows[0]["speedup_vs_first"] == 1
+    assert rows[0]["steps_to_target"] == pytest.approx(20 + 10 * 0.5 / 0.9) and rows[0]["speedup_vs_first"] == 1
     assert rows[1]["gap_vs_first"] == pytest.approx(1.05 / 1.1 - 1) and rows[1]["final_val_loss_spread"] == 0
-    assert rows[1]["speedup_vs_first"] == pytest.approx(10 * 25.625 / (20 + 10 * 0.7 / 1.15))
-    # A target that one of its seeds missed is not reached.
+    assert rows[1]["speedup_vs_first"] == pytest.approx(10 * (20 + 10 * 0.5 / 0.9) / (20 + 10 * 0.7 / 1.15))
+    # A target that the mean over seeds missed is not reached.
     assert rows[2]["steps_to_target"] is None and rows[2]["time_to_target"] is None and rows[2]["speedup_vs_first"] is None
     assert [name for name, _ in figures([dense, thin, lost], 1.5)] == ["loss-tokens", "loss-seconds", "loss-bytes"]
 

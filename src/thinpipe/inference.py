@@ -167,7 +167,7 @@ def write(run: Loaded, topology: Topology, request: Request) -> Iterator[str]:
         ThinpipeError: the run has no tokenizer, or the prompt doesn't fit into the context.
     """
     if run.tokenizer is None:
-        raise ThinpipeError("this run was trained on token files without a tokenizer; set data.tokenizer when training")
+        raise ThinpipeError("the run has no tokenizer.json; put it back, or, if it trained on token files, set data.tokenizer for it")
     (encoded,) = encode_all(run.tokenizer, [request.prompt], "the prompt")
     end, stream = end_of_text_id(run.tokenizer), DecodeStream(skip_special_tokens=True)
     rounds = generate(

@@ -11,7 +11,11 @@ RUN/replicas/N/     the same of replica N, from 1, where all of them run on one 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +75,7 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
     Returns the config (segments resolved), the folder, and remarks for the user.
 
     Raises:
-        ThinpipeError: the folder holds a run whose fixed fields differ (field, old and new named), or can't be made.
+        ThinpipeError: the folder holds a run whose fixed fields differ (field, old and new named) or that is training, or can't be made.
     """
     folder = Path(config.run.dir) if config.run.dir is not None else None
     config = _with_static_seed(with_tokenizer(config), folder).check()
@@ -82,19 +86,39 @@ def open_run(config: Config) -> tuple[Config, Path, list[str]]:
         if folder is None:
             folder = _new_folder(config.run.name)
         folder.mkdir(parents=True, exist_ok=True)
-        if _has_begun(folder):
-            config, remarks = _agree(load(folder / "config.toml"), config)
-        elif any(folder.iterdir()) and not (folder / "config.toml").exists():
-            raise ThinpipeError(f"run.dir = {str(folder)!r} is not empty and holds no run; give a new folder")
-        segments = replace(config.compression, segments=config.segments)
-        config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
-        # Which machine this is belongs to the machine, not to the run.
-        network = NetworkConfig(timeout=config.network.timeout, restarts=config.network.restarts, patience=config.network.patience)
-        write_whole(folder / "config.toml", dump(replace(config, network=network)))
+        with alone_in(folder):
+            if _has_begun(folder):
+                config, remarks = _agree(load(folder / "config.toml"), config)
+            elif any(folder.iterdir()) and not (folder / "config.toml").exists():
+                raise ThinpipeError(f"run.dir = {str(folder)!r} is not empty and holds no run; give a new folder")
+            segments = replace(config.compression, segments=config.segments)
+            config = replace(config, run=replace(config.run, dir=str(folder)), compression=segments).check()
+            # Which machine this is belongs to the machine, not to the run.
+            network = NetworkConfig(timeout=config.network.timeout, restarts=config.network.restarts, patience=config.network.patience)
+            write_whole(folder / "config.toml", dump(replace(config, network=network)))
     except OSError as error:
         what = f"run.name = {config.run.name!r}" if folder is None else f"run.dir = {str(folder)!r}"
         raise ThinpipeError(f"{what} can't be used: {error.strerror}; give run.dir a folder that can be written") from None
     return config, folder, remarks
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let no other process of this machine train in the folder meanwhile; who dies lets go.
+
+    Raises ThinpipeError if one does.
+    """
+    here = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ThinpipeError(f"another command trains in {folder} now; wait for it or stop it, or give another run.dir") from None
+        except OSError:
+            pass  # a disk that knows no locks
+        yield
+    finally:
+        os.close(here)
 
 
 def of_replica(folder: Path, replica: int, replicas: int) -> list[str]:

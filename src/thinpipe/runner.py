@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from .data import prepare
 from .errors import tell
 from .meeting import keep_time, meeting
 from .metrics import to_json, write_whole
-from .run import Result, common_fields, finished, of_replica, open_run, whats_finished, with_tokenizer
+from .run import Result, alone_in, common_fields, finished, of_replica, open_run, whats_finished, with_tokenizer
 from .topology import Topology, connect, listen_on, under_launcher
 from .trainer import Trainer
 
@@ -168,7 +169,13 @@ def train_together(
         config = from_dict(values)
     Path(facts["dir"]).mkdir(parents=True, exist_ok=True)
     opened(facts["dir"])
-    return Trainer(config, topology, Path(facts["dir"]), launch.StopRequest()).fit()
+    return fit(config, topology, Path(facts["dir"]))
+
+
+def fit(config: Config, topology: Topology, folder: Path) -> Result | None:
+    """Train in the run's folder, alone in it. COLLECTIVE."""
+    with alone_in(folder) if topology.is_first else contextlib.nullcontext():
+        return Trainer(config, topology, folder, launch.StopRequest()).fit()
 
 
 def _require_one_config(config: Config, topology: Topology) -> None:

@@ -38,9 +38,9 @@ def main() -> None:
 
                 write_whole(folder / "probe.json", to_json(probe_machine(config, topology, arguments[0])))
             elif command == "train":
-                from .trainer import Trainer
+                from .runner import fit
 
-                Trainer(config, topology, folder, launch.StopRequest()).fit()
+                fit(config, topology, folder)
             elif command == "calibrate":
                 from .calibrate import calibrate_stage
 

@@ -144,6 +144,20 @@ def test_stop_saves_and_resumes(tmp_path: Path, corpus: dict[str, Any], number: 
     assert status == 0 and f"resumed from step {last}" in err, err
 
 
+def test_a_second_command_in_the_same_folder_is_refused_and_changes_nothing(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    config = write(tmp_path, corpus, pipeline={"stages": 2}, train={"steps": 5000, "eval_every": 0})
+    process = start(tmp_path, "train", str(config), "--run.dir", "run")
+    wait_for_step(tmp_path / "run", 1)
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    status, _, err = command(tmp_path, "train", "--run.dir", "run", "--train.steps", "6000")
+    assert status == 2 and "another command trains in run now; wait for it or stop it" in err and len(err.splitlines()) == 1, err
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 130
+    starts = [event for event in read_events(tmp_path / "run" / "metrics.jsonl") if event["event"] == "start"]
+    assert len(starts) == 1
+
+
 def test_a_killed_stage_is_named_and_ends_the_others(tmp_path: Path, corpus: dict[str, Any]) -> None:
     config = write(tmp_path, corpus, pipeline={"stages": 3}, train={"steps": 5000, "eval_every": 0})
     process = start(tmp_path, "train", str(config), "--run.dir", "run", "--network.restarts", "0")
