@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import tiny
 
+from thinpipe.cli import _print_race
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
 from thinpipe.metrics import to_json
 from thinpipe.planner import Costs, average_bytes
@@ -113,6 +114,14 @@ def test_a_loss_that_is_no_number_leaves_the_other_curves() -> None:
     lost = curve("lost", [[3.0, math.nan, math.nan]], seconds=1.0)
     for figure in (*figures([curve("dense", [[3.0, 2.0, 1.0]], 1.0), lost], 1.5), *figures([lost], math.nan)):
         assert figure[1].axes
+
+
+def test_a_narrow_terminal_cuts_no_figure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    named = curve("projected-tables-local-loss x3", [[3.0, 2.0, 1.2345]], seconds=1234.5678)
+    _print_race({"target_loss": 1.5, "timed_by": "planner", "rows": _rows([named], 1.5), "files": []})
+    told = capsys.readouterr().out
+    assert all(each in told for each in ("projected-", "1/8", "1.2345", "0.0000", "+0.0%", "1234.568", "32,", " s ", "1.00x")), told
 
 
 def write(path: Path, config: Config) -> str:
