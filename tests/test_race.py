@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from thinpipe.cli import _print_race
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
 from thinpipe.metrics import to_json
 from thinpipe.planner import Costs, average_bytes
-from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _rows, _time_step, figures, steps_to
+from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _rows, _time_step, figures, race, steps_to
 
 
 def entry(name: str, **groups: dict[str, Any]) -> Entry:
@@ -47,14 +48,28 @@ def test_steps_to_a_target_are_on_the_line_between_validations(target: float, st
 def test_a_slower_learner_may_win_by_time() -> None:
     dense = curve("dense", [[3.0, 2.0, 1.0], [3.0, 2.0, 1.2]], seconds=10.0)
     thin = curve("thin", [[3.0, 2.2, 1.05], [3.0, 2.2, 1.05]], seconds=1.0)
-    lost = curve("lost", [[3.0, 2.0, 1.0], [3.0, 2.5, 2.0]], seconds=1.0)
+    lost = curve("lost", [[3.0, 2.0, 1.0], [3.0, 2.5, 2.2]], seconds=1.0)
     rows = _rows([dense, thin, lost], target=1.5)
-    assert rows[0]["steps_to_target"] == pytest.approx((25 + 26.25) / 2) and rows[0]["speedup_vs_first"] == 1
+    assert rows[0]["steps_to_target"] == pytest.approx(20 + 10 * 0.5 / 0.9) and rows[0]["speedup_vs_first"] == 1
     assert rows[1]["gap_vs_first"] == pytest.approx(1.05 / 1.1 - 1) and rows[1]["final_val_loss_spread"] == 0
-    assert rows[1]["speedup_vs_first"] == pytest.approx(10 * 25.625 / (20 + 10 * 0.7 / 1.15))
-    # A target that one of its seeds missed is not reached.
+    assert rows[1]["speedup_vs_first"] == pytest.approx(10 * (20 + 10 * 0.5 / 0.9) / (20 + 10 * 0.7 / 1.15))
+    # The seeds' mean counts: one of them that is there is not enough.
     assert rows[2]["steps_to_target"] is None and rows[2]["time_to_target"] is None and rows[2]["speedup_vs_first"] is None
     assert [name for name, _ in figures([dense, thin, lost], 1.5)] == ["loss-tokens", "loss-seconds", "loss-bytes"]
+
+
+def test_the_first_row_reaches_its_own_final_loss_with_any_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"dense": [[3.0, 2.0, 1.0], [3.0, 2.0, 1.2], [3.0, 2.0, 1.3]], "thin": [[3.0, 2.2, 1.7]] * 3, "thin x2": [[3.0, 2.0, 1.0]] * 3}
+    monkeypatch.setattr("thinpipe.race._learn", lambda entry, *more: (np.array([10, 20, 30]), np.array(losses[entry.name])))
+    monkeypatch.setattr("thinpipe.race._time_steps", lambda *more: [2.0, 1.0])
+    monkeypatch.setattr("thinpipe.race.prepare", lambda config: SimpleNamespace(vocab=300))
+    result = race([entry("dense"), entry("thin")], tmp_path, seeds=3, extend=2, timing="planner", say=print)
+    assert [(row["name"], row["steps_to_target"]) for row in result["rows"]] == [
+        ("dense", 30),
+        ("thin", None),
+        ("thin x2", pytest.approx(20 + 10 * (2 - 3.5 / 3))),
+    ]
+    assert result["rows"][2]["speedup_vs_first"] == pytest.approx(60 / (20 + 10 * (2 - 3.5 / 3)))
 
 
 @pytest.mark.parametrize(

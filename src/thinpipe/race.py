@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ def race(
     seconds = _time_steps(entries, out, timing, say, debug)
     curves = [_run(entry, out, seeds, per_step, timing, say, debug) for entry, per_step in zip(entries, seconds, strict=True)]
     first = curves[0]
-    target = float(first.losses[:, -1].mean()) if target is None else target
+    target = float(first.losses.mean(0)[-1]) if target is None else target
     if extend > 1:
         curves += [_extended(curve, extend, out, say, debug) for curve in curves if _time_to(curve, target)[0] is None]
     result = {"target_loss": target, "timed_by": timing, "rows": _rows(curves, target)}
@@ -261,11 +261,9 @@ def _rows(curves: Sequence[Curve], target: float) -> list[dict[str, Any]]:
 
 
 def _time_to(curve: Curve, target: float) -> tuple[float | None, float | None]:
-    """Mean steps and seconds to the target; None if a seed never reached it."""
-    each = [found for losses in curve.losses if (found := steps_to(target, curve.steps, losses)) is not None]
-    if len(each) < len(curve.losses):
-        return None, None
-    return mean(each), mean(each) * curve.seconds_per_step
+    """Steps and seconds until the mean over seeds is at the target; None if it never is."""
+    steps = steps_to(target, curve.steps, curve.losses.mean(0))
+    return steps, None if steps is None else steps * curve.seconds_per_step
 
 
 def figures(curves: Sequence[Curve], target: float) -> list[tuple[str, Figure]]:
