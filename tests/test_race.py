@@ -131,6 +131,15 @@ def test_a_loss_that_is_no_number_leaves_the_other_curves() -> None:
         assert figure[1].axes
 
 
+def test_legends_show_every_name_as_it_is() -> None:
+    names = ("_base", "a$b$", "projected-tables-local-loss-int4-rank-12-batch-64")
+    for _, figure in figures([curve(name, [[3.0, 2.0, 1.0]], 1.0) for name in names], 1.0):
+        figure.canvas.draw()
+        texts = figure.legends[0].get_texts()
+        assert [text.get_text().partition(" ")[0] for text in texts] == ["_base", r"a\$b\$", "…ocal-loss-int4-rank-12-batch-64"]
+        assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)
+
+
 def test_a_narrow_terminal_cuts_no_figure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     named = curve("projected-tables-local-loss x3", [[3.0, 2.0, 1.2345]], seconds=1234.5678)

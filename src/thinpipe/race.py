@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from .calibrate import calibrate
@@ -24,7 +25,7 @@ from .data import prepare
 from .lab import unavailable
 from .metrics import read_events, to_json, write_whole
 from .planner import average_bytes, find_gpu, plan, tied_bytes_per_step, wire_bytes_per_token
-from .report import COLOURS, INK, clean, save
+from .report import COLOURS, INK, clean, literal, save, shortened
 from .run import finished, open_run
 from .runner import train
 from .trial import lab_links, train_in_lab
@@ -281,11 +282,12 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     figure = Figure(figsize=(5.0, 3.6 + 0.22 * len(curves)), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
+    handles: list[Line2D] = []
     for i, (curve, unit) in enumerate(zip(curves, per_step, strict=True)):
         x, colour = curve.steps * unit, COLOURS[i % len(COLOURS)]
         line = "--" if i >= len(COLOURS) else "-"
-        name = f"{curve.entry.name} · {curve.compression:.3g}× · {curve.losses[:, -1].mean():.3f}"
-        axes.plot(x, curve.losses.mean(0), line, color=colour, linewidth=1.5, marker="o", markersize=3, label=name)
+        name = literal(f"{shortened(curve.entry.name)} · {curve.compression:.3g}× · {curve.losses[:, -1].mean():.3f}")
+        handles += axes.plot(x, curve.losses.mean(0), line, color=colour, linewidth=1.5, marker="o", markersize=3, label=name)
         if len(curve.losses) > 1:
             axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=colour, alpha=0.2, linewidth=0)
     axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
@@ -299,5 +301,5 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # a scale brings its own
     axes.set_xlabel(label)
     axes.set_ylabel("validation loss (nats per token)")
-    figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
+    figure.legend(handles=handles, loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
     return figure

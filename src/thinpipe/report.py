@@ -189,7 +189,7 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
     refusals = np.diff(np.nan_to_num(columns["refused"]), prepend=0) > 0
     return Run(
         name=name,
-        label=f"{_shortened(name)} · {method} {_compression(raw, dense / per_token)}".strip(" ·"),
+        label=f"{shortened(name)} · {method} {_compression(raw, dense / per_token)}".strip(" ·"),
         folder=folder,
         raw=raw,
         config=config,
@@ -256,7 +256,7 @@ def _wire(events: Iterable[dict[str, Any]]) -> np.ndarray:
     return np.array(rows, dtype=float)
 
 
-def _shortened(name: str, most: int = 32) -> str:
+def shortened(name: str, most: int = 32) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
@@ -294,7 +294,7 @@ def loss_figure(runs: Sequence[Run], against: Against) -> Figure:
         at = np.interp(run.val_step, run.step, x)
         axes.plot(at, run.val_loss, "o", markerfacecolor=face, markeredgecolor=edge, markersize=7, zorder=3, clip_on=False)
         final = f" · validation {run.val_loss[-1]:.3f}" if run.val_loss.size else ""
-        handles.append(Line2D([], [], linewidth=3, label=_literal(run.label + final), **style))
+        handles.append(Line2D([], [], linewidth=3, label=literal(run.label + final), **style))
     axes.set_ylim(*_loss_range(runs))
     axes.set_ylabel("loss (nats per token)")
     if against == "bytes" and max(ends) > 4 * min(ends):  # a compressed run's line would be squeezed against the axis
@@ -436,10 +436,10 @@ def moves_figure(run: Run) -> Figure:
 
 
 def _title(figure: Figure | SubFigure, text: str) -> None:
-    figure.suptitle(_literal(text), x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
+    figure.suptitle(literal(text), x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Text that matplotlib shows as it is: what stands between dollar signs would be a formula."""
     return text.replace("$", r"\$")
 
