@@ -20,7 +20,7 @@ from thinpipe.cli import _print_race
 from thinpipe.config import Config, ThinpipeError, dump, from_dict
 from thinpipe.metrics import to_json
 from thinpipe.planner import Costs, average_bytes
-from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _rows, _time_step, figures, race, steps_to
+from thinpipe.race import Curve, Entry, _bytes_per_step, _check, _extended, _learn, _rows, _time_step, figures, race, steps_to
 
 
 def entry(name: str, **groups: dict[str, Any]) -> Entry:
@@ -78,6 +78,7 @@ def test_the_first_row_reaches_its_own_final_loss_with_any_seeds(tmp_path: Path,
         ({"data": {"vocab": 400}}, "data differs between a and b"),
         ({"train": {"batch": 8}}, "train.batch differs"),
         ({"train": {"steps": 7}}, "train.steps differs"),
+        ({"train": {"stop_at": 3}}, "train.stop_at differs"),
         ({"train": {"eval_batches": 1}}, "train.eval_batches differs"),
         ({"model": {"context": 8}}, "model.context differs"),
         ({"run": {"seed": 1}}, "run.seed differs"),
@@ -93,6 +94,40 @@ def test_what_is_not_comparable_is_named(groups: dict[str, Any], says: str) -> N
     with pytest.raises(ThinpipeError, match="of b = '1mbit,1ms/2mbit,1ms/3mbit,1ms' has different links"):
         _check([entry("a"), replace(entry("b", pipeline={"stages": 2, "replicas": 2}), link="1mbit,1ms/2mbit,1ms/3mbit,1ms")])
     _check([entry("a"), entry("b", compression={"method": "none"}, pipeline={"stages": 4}, optim={"lr": 1e-3})])
+
+
+def test_a_run_that_is_there_counts_if_it_was_validated_alike(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    # What the config says of other machines is for training, not for a race.
+    given: dict[str, Any] = {"data": corpus, "network": {"rdzv": "127.0.0.1:29777", "nodes": 2}}
+    train = {"eval_every": 3, "eval_batches": 2}
+    steps, losses = _learn(entry("a", train=train, **given), tmp_path, 1, print, debug=False)
+    assert list(steps) == [3, 6] and losses.shape == (1, 2)
+    for name, was in train.items():
+        with pytest.raises(ThinpipeError, match=rf"a-0 holds a run with train\.{name} = {was} and the race has 1 now; give another --out"):
+            _learn(entry("a", train=train | {name: 1}, **given), tmp_path, 2, print, debug=False)
+
+
+def test_who_stops_early_is_extended_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def learn(entry: Entry, *more: Any) -> tuple[np.ndarray, np.ndarray]:
+        seen.append(entry.config.train)
+        return np.array([3]), np.ones((1, 1))
+
+    monkeypatch.setattr("thinpipe.race._learn", learn)
+    _extended(curve("a", [[3.0, 2.0, 1.0]], 1.0, train={"stop_at": 3}), 3, tmp_path, print, debug=False)
+    assert (seen[0].steps, seen[0].last_step) == (18, 9)
+
+
+def test_the_lab_times_whole_averages_however_early_a_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(config: Config, *more: Any) -> dict[str, float]:
+        events = [{"event": "step", "step": s, "time": 2.0 * s} for s in range(1, config.train.last_step + 1)]
+        (Path(config.run.dir or "") / "metrics.jsonl").write_text("".join(to_json(event) + "\n" for event in events))
+        return {"seconds_per_step": 1.0}
+
+    monkeypatch.setattr("thinpipe.race.train_in_lab", measure)
+    raced = entry("a", pipeline={"stages": 1, "replicas": 2}, average={"every": 10}, train={"stop_at": 4}, compression={"move_every": 0})
+    assert _time_step(raced, tmp_path, "lab", print, debug=False) == 2
 
 
 def test_replicas_of_one_stage_average_over_the_link(tmp_path: Path, corpus: dict[str, Any]) -> None:
