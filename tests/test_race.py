@@ -166,12 +166,19 @@ def test_a_loss_that_is_no_number_leaves_the_other_curves() -> None:
         assert figure[1].axes
 
 
+def test_a_row_that_diverges_leaves_the_others_readable() -> None:
+    away = curve("away", [[80.0, 900.0, 4000.0]], seconds=1.0)
+    for _, figure in figures([away, curve("dense", [[3.0, 2.0, 1.0]], 1.0)], 1.0):
+        low, high = figure.axes[0].get_ylim()
+        assert low < 1 and 3 < high < 7
+
+
 def test_legends_show_every_name_as_it_is() -> None:
     names = ("_base", "a$b$", "projected-tables-local-loss-int4-rank-12-batch-64")
     for _, figure in figures([curve(name, [[3.0, 2.0, 1.0]], 1.0) for name in names], 1.0):
         figure.canvas.draw()
         texts = figure.legends[0].get_texts()
-        assert [text.get_text().partition(" ")[0] for text in texts] == ["_base", r"a\$b\$", "…ocal-loss-int4-rank-12-batch-64"]
+        assert [text.get_text().partition(" ")[0] for text in texts] == ["_base", r"a\$b\$", "…-loss-int4-rank-12-batch-64"]
         assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)
 
 

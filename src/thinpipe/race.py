@@ -25,7 +25,7 @@ from .data import prepare
 from .lab import unavailable
 from .metrics import read_events, to_json, write_whole
 from .planner import average_bytes, find_gpu, plan, tied_bytes_per_step, wire_bytes_per_token
-from .report import COLOURS, INK, clean, literal, save, shortened
+from .report import INK, clean, draw_legend, literal, look, save, shortened
 from .run import finished, open_run
 from .runner import train
 from .trial import lab_links, train_in_lab
@@ -288,15 +288,15 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     clean(axes)
     handles: list[Line2D] = []
     for i, (curve, unit) in enumerate(zip(curves, per_step, strict=True)):
-        x, colour = curve.steps * unit, COLOURS[i % len(COLOURS)]
-        line = "--" if i >= len(COLOURS) else "-"
+        x, style = curve.steps * unit, look(i)
         name = literal(f"{shortened(curve.entry.name)} · {curve.compression:.3g}× · {curve.losses[:, -1].mean():.3f}")
-        handles += axes.plot(x, curve.losses.mean(0), line, color=colour, linewidth=1.5, marker="o", markersize=3, label=name)
+        handles += axes.plot(x, curve.losses.mean(0), linewidth=1.5, marker="o", markersize=3, label=name, **style)
         if len(curve.losses) > 1:
-            axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=style["color"], alpha=0.2, linewidth=0)
     axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
     late = np.concatenate([curve.losses[:, len(curve.steps) // 8 :].ravel() for curve in curves])
-    late = late[np.isfinite(late)]  # a run may have ended in no number
+    begun = min((curve.losses[:, 0].mean() for curve in curves if math.isfinite(curve.losses[:, 0].mean())), default=math.inf)
+    late = late[late <= 2 * begun]  # a row may diverge, or end in no number
     if late.size:
         axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
     ends = [curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)]
@@ -305,5 +305,5 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # a scale brings its own
     axes.set_xlabel(label)
     axes.set_ylabel("validation loss (nats per token)")
-    figure.legend(handles=handles, loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
+    draw_legend(figure, handles)
     return figure
