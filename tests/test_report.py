@@ -225,6 +225,8 @@ def test_the_timeline_is_planned_over_the_known_links(tmp_path: Path) -> None:
     text = Page(files[-1]).text
     assert "not measured: schedule gpipe over 80mbit,25ms (plan.link), compute of L4 by formula" in text
     assert "With compute as measured" not in text
+    fixed = write(tmp_path / "fixed", [begun, taken | {"warmup": 9}, *steps(3), start(stages=4), *steps(5, first=4)])
+    assert "not measured: schedule wan over" in Page(report([fixed], tmp_path / "out")["files"][-1]).text  # that of the last life
     lab = {"link": "10mbit,50ms", "achieved_link": "9.6mbit,50.6ms/9.5mbit,50.6ms/9.6mbit,50.4ms", "seconds_per_step": 0.456}
     (folder / "lab.json").write_text(json.dumps(lab))
     text = Page(report([folder], tmp_path / "out")["files"][-1]).text
