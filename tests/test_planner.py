@@ -673,6 +673,16 @@ def test_stages_that_share_cores(name: str) -> None:
     assert makespan(None) < makespan(3) <= makespan(2) < makespan(1)
 
 
+@pytest.mark.timeout(60)
+def test_shared_cores_late_in_a_very_long_step() -> None:
+    """Where a float64 of seconds has no room for the last picoseconds of some work."""
+    costs = Costs((0.021, 0.02, 0.022, 0.023), (0.043, 0.041, 0.042, 0.05), (0.01,) * 4, 1 << 20, 1 << 20)
+    alone, shared = (
+        simulate(schedule.actions("wan", 4, 4), replace(costs, cores=cores), parse_links("4kbit,1s", 3)) for cores in (None, 2)
+    )
+    assert shared.seconds_per_step == pytest.approx(alone.seconds_per_step, rel=1e-3)
+
+
 def test_shares_of_cores_against_small_steps_of_time() -> None:
     """Processor sharing: three jobs of 1, 2 and 3 core-seconds that begin at 0, 0.5 and 0.75 on two cores."""
     clock, ends = Clock(), {}

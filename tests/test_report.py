@@ -225,6 +225,8 @@ def test_the_timeline_is_planned_over_the_known_links(tmp_path: Path) -> None:
     text = Page(files[-1]).text
     assert "not measured: schedule gpipe over 80mbit,25ms (plan.link), compute of L4 by formula" in text
     assert "With compute as measured" not in text
+    fixed = write(tmp_path / "fixed", [begun, taken | {"warmup": 9}, *steps(3), start(stages=4), *steps(5, first=4)])
+    assert "not measured: schedule wan over" in Page(report([fixed], tmp_path / "out")["files"][-1]).text  # that of the last life
     lab = {"link": "10mbit,50ms", "achieved_link": "9.6mbit,50.6ms/9.5mbit,50.6ms/9.6mbit,50.4ms", "seconds_per_step": 0.456}
     (folder / "lab.json").write_text(json.dumps(lab))
     text = Page(report([folder], tmp_path / "out")["files"][-1]).text
@@ -332,10 +334,30 @@ def test_labels(tmp_path: Path) -> None:
 
 
 def test_more_runs_than_colours(tmp_path: Path) -> None:
-    folders = [write(tmp_path / f"run-{i}", [start(), *steps(5 + i)]) for i in range(9)]
+    """As many as there may well be differ, on the plot and above it."""
+    folders = [write(tmp_path / f"projected-tables-local-loss-{i:02}", [start("projected"), *steps(5 + i)]) for i in range(20)]
     figure = loss_figure(read_runs(folders), "tokens")
-    styles = {(line.get_color(), line.get_linestyle()) for line in axes_of(figure)[0].lines if line.get_linestyle() != "None"}
-    assert len(styles) == 9
+    styles = [(line.get_color(), line.get_linestyle()) for line in axes_of(figure)[0].lines if line.get_linestyle() != "None"]
+    assert len(styles) == len(set(styles)) == 20
+    figure.canvas.draw()
+    handles, texts = figure.legends[0].get_lines(), figure.legends[0].get_texts()
+    assert [(line.get_color(), line.get_linestyle()) for line in handles] == styles
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)
+
+
+def test_a_run_that_diverges_leaves_the_others_readable(tmp_path: Path) -> None:
+    away = [step | {"loss": 8 + step["step"] ** 2} for step in steps(60)]
+    folders = [write(tmp_path / "away", [start(), *away, {"event": "eval", "step": 60, "val_loss": 3600.0}]), whole_run(tmp_path / "thin")]
+    (axes,) = axes_of(loss_figure(read_runs(folders), "tokens"))
+    assert axes.get_ylim()[0] < 4.6 and axes.get_ylim()[1] < 12
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "None"] == [[], [5.5, 4.6]]
+    (axes,) = axes_of(loss_figure(read_runs(folders[:1]), "tokens"))
+    assert axes.get_ylim()[1] > 3600  # alone it is shown
+
+
+def test_a_run_of_one_step_shows(tmp_path: Path) -> None:
+    (axes,) = axes_of(loss_figure(read_runs([write(tmp_path / "one", [start(), *steps(1)])]), "tokens"))
+    assert axes.lines[0].get_marker() == "."
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

@@ -454,7 +454,8 @@ def _print_race(result: dict[str, Any]) -> None:
     title = f"time to a validation loss of {result['target_loss']:.4f}; a step's seconds from the {result['timed_by']}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for heading in ("config", "bytes", "loss", "spread", "gap", "steps", "s/step", "time", "speed-up"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "config" else "right")
+        name = heading == "config"  # gives way where the terminal is narrow; figures don't
+        table.add_column(heading, no_wrap=not name, overflow="fold", justify="left" if name else "right")
     for r in result["rows"]:
         reached = r["time_to_target"] is not None
         table.add_row(
@@ -462,7 +463,9 @@ def _print_race(result: dict[str, Any]) -> None:
             f"{r['gap_vs_first']:+.1%}", f"{r['steps_to_target']:.0f}" if reached else "never", f"{r['seconds_per_step']:.3f}",
             f"{r['time_to_target']:,.0f} s" if reached else "", f"{r['speedup_vs_first']:.2f}x" if r["speedup_vs_first"] else "",
         )  # fmt: skip
-    Console().print(table, markup=False, highlight=False)
+    console = Console()
+    console.width = max(80, console.width)
+    console.print(table, markup=False, highlight=False)
     print("\n".join(result["files"]))
 
 

@@ -99,7 +99,9 @@ def _predict(run: Run) -> _Prediction | None:
     if run.config is None or run.config.pipeline.stages == 1:
         return None
     try:
-        pipeline = replace(run.config.pipeline, **{key: run.schedule[key] for key in ("schedule", "warmup") if key in run.schedule})
+        pipeline = run.config.pipeline
+        if pipeline.schedule == "auto":  # an earlier life may have chosen, and this one not
+            pipeline = replace(pipeline, **{key: run.schedule[key] for key in ("schedule", "warmup") if key in run.schedule})
         config = replace(run.config, pipeline=pipeline)
         tokenizer = run.folder / TOKENIZER
         vocab = entries(read_tokenizer(str(tokenizer))) if tokenizer.is_file() else config.data.vocab

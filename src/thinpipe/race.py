@@ -16,20 +16,22 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from .calibrate import calibrate
-from .config import Config, ThinpipeError, load, to_dict
+from .config import Config, NetworkConfig, ThinpipeError, load, to_dict
 from .data import prepare
 from .lab import unavailable
 from .metrics import read_events, to_json, write_whole
 from .planner import average_bytes, find_gpu, plan, tied_bytes_per_step, wire_bytes_per_token
-from .report import COLOURS, INK, clean, save
+from .report import INK, clean, draw_legend, literal, look, save, shortened
 from .run import finished, open_run
 from .runner import train
 from .trial import lab_links, train_in_lab
 
-_SAME = ("data", "model.context", "train.batch", "train.steps", "train.eval_batches", "run.seed")
+_SAME = ("data", "model.context", "train.batch", "train.steps", "train.stop_at", "train.eval_batches", "run.seed")
+_KEPT = ("train.steps", "train.stop_at", "train.eval_every", "train.eval_batches", "run.precision")  # of a run that is there
 _LAB_STEPS = 12
 _CALIBRATIONS = 3
 
@@ -171,10 +173,12 @@ def _learn(entry: Entry, out: Path, seeds: int, say: Callable[[str], None], debu
     steps = np.array([])
     for seed in range(config.run.seed, config.run.seed + seeds):
         folder = out / f"{entry.name}-{seed}"
-        whole = replace(config, run=replace(config.run, dir=str(folder), seed=seed), pipeline=alone, compression=compression)
-        if (folder / "config.toml").is_file() and (before := load(folder / "config.toml").train.steps) != config.train.steps:
-            # Trained on it would have the decay of the shorter run in it.
-            raise ThinpipeError(f"{folder} holds a run of {before} steps and the race has {config.train.steps} now; give another --out")
+        run = replace(config.run, dir=str(folder), seed=seed)
+        whole = replace(config, run=run, pipeline=alone, compression=compression, network=NetworkConfig())  # on this machine alone
+        before = load(folder / "config.toml") if (folder / "config.toml").is_file() else config
+        for name in _KEPT:  # trained on, a shorter run would have its decay in it; what is finished isn't validated anew
+            if (was := _field(before, name)) != (now := _field(config, name)):
+                raise ThinpipeError(f"{folder} holds a run with {name} = {was} and the race has {now} now; give another --out")
         say(f"{entry.name}, seed {seed}")
         train(whole, say, debug)  # a finished run of the same config is only reported
         evals = {e["step"]: e["val_loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "eval"}
@@ -184,9 +188,9 @@ def _learn(entry: Entry, out: Path, seeds: int, say: Callable[[str], None], debu
 
 
 def _extended(curve: Curve, times: int, out: Path, say: Callable[[str], None], debug: bool) -> Curve:
-    config = curve.entry.config
-    longer = replace(config, train=replace(config.train, steps=times * config.train.steps))
-    entry = replace(curve.entry, name=f"{curve.entry.name} x{times}", config=longer)
+    config, train = curve.entry.config, curve.entry.config.train
+    longer = replace(train, steps=times * train.steps, stop_at=train.stop_at and times * train.stop_at)
+    entry = replace(curve.entry, name=f"{curve.entry.name} x{times}", config=replace(config, train=longer))
     steps, losses = _learn(entry, out, len(curve.losses), say, debug)
     return replace(curve, entry=entry, steps=steps, losses=losses)
 
@@ -207,14 +211,15 @@ def _time_step(entry: Entry, out: Path, timing: str, say: Callable[[str], None],
     groups = to_dict(config)
     setting = [entry.link, {**groups, "run": [config.run.precision, config.run.device]}]
     folder = out / f"{entry.name}-lab-{zlib.crc32(to_json(setting).encode()):08x}"  # what was measured otherwise is measured again
+    steps = max(_LAB_STEPS, 2 * every)
     train_config = replace(
-        config.train, steps=max(_LAB_STEPS, 2 * every), eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample=""
+        config.train, steps=steps, stop_at=None, eval_every=0, eval_batches=1, checkpoint_every=0, watch_every=0, sample=""
     )
     short, folder, _ = open_run(replace(config, run=replace(config.run, dir=str(folder)), train=train_config))
     if (done := finished(folder, short)) is not None:
         seconds = done.seconds_per_step
     else:
-        say(f"{entry.name}: {_LAB_STEPS} steps in the lab over {entry.link}")
+        say(f"{entry.name}: {steps} steps in the lab over {entry.link}")
         seconds = train_in_lab(short, entry.link, _where(entry), say, debug)["seconds_per_step"]
     if every:  # a median step has no average in it
         at = {event["step"]: event["time"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"}
@@ -261,7 +266,7 @@ def _rows(curves: Sequence[Curve], target: float) -> list[dict[str, Any]]:
 
 
 def _time_to(curve: Curve, target: float) -> tuple[float | None, float | None]:
-    """Steps and seconds to the target of the mean over seeds; None: never."""
+    """Steps and seconds until the mean over seeds is at the target; None if it never is."""
     steps = steps_to(target, curve.steps, curve.losses.mean(0))
     return steps, None if steps is None else steps * curve.seconds_per_step
 
@@ -281,16 +286,17 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     figure = Figure(figsize=(5.0, 3.6 + 0.22 * len(curves)), layout="constrained")
     axes = figure.add_subplot()
     clean(axes)
+    handles: list[Line2D] = []
     for i, (curve, unit) in enumerate(zip(curves, per_step, strict=True)):
-        x, colour = curve.steps * unit, COLOURS[i % len(COLOURS)]
-        line = "--" if i >= len(COLOURS) else "-"
-        name = f"{curve.entry.name} · {curve.compression:.3g}× · {curve.losses[:, -1].mean():.3f}"
-        axes.plot(x, curve.losses.mean(0), line, color=colour, linewidth=1.5, marker="o", markersize=3, label=name)
+        x, style = curve.steps * unit, look(i)
+        name = literal(f"{shortened(curve.entry.name)} · {curve.compression:.3g}× · {curve.losses[:, -1].mean():.3f}")
+        handles += axes.plot(x, curve.losses.mean(0), linewidth=1.5, marker="o", markersize=3, label=name, **style)
         if len(curve.losses) > 1:
-            axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(x, curve.losses.min(0), curve.losses.max(0), color=style["color"], alpha=0.2, linewidth=0)
     axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
     late = np.concatenate([curve.losses[:, len(curve.steps) // 8 :].ravel() for curve in curves])
-    late = late[np.isfinite(late)]  # a run may have ended in no number
+    begun = min((curve.losses[:, 0].mean() for curve in curves if math.isfinite(curve.losses[:, 0].mean())), default=math.inf)
+    late = late[late <= 2 * begun]  # a row may diverge, or end in no number
     if late.size:
         axes.set_ylim(late.min() - 0.05, late.max() + 0.05)
     ends = [curve.steps[-1] * unit for curve, unit in zip(curves, per_step, strict=True)]
@@ -299,5 +305,5 @@ def _figure(curves: Sequence[Curve], label: str, per_step: Sequence[float], targ
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # a scale brings its own
     axes.set_xlabel(label)
     axes.set_ylabel("validation loss (nats per token)")
-    figure.legend(loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
+    draw_legend(figure, handles)
     return figure

@@ -189,7 +189,7 @@ def _digest(folder: Path, name: str, events: list[dict[str, Any]]) -> Run:
     refusals = np.diff(np.nan_to_num(columns["refused"]), prepend=0) > 0
     return Run(
         name=name,
-        label=f"{_shortened(name)} · {method} {_compression(raw, dense / per_token)}".strip(" ·"),
+        label=f"{shortened(name)} · {method} {_compression(raw, dense / per_token)}".strip(" ·"),
         folder=folder,
         raw=raw,
         config=config,
@@ -256,7 +256,7 @@ def _wire(events: Iterable[dict[str, Any]]) -> np.ndarray:
     return np.array(rows, dtype=float)
 
 
-def _shortened(name: str, most: int = 32) -> str:
+def shortened(name: str, most: int = 28) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
@@ -280,6 +280,7 @@ def loss_figure(runs: Sequence[Run], against: Against) -> Figure:
     axes = figure.add_subplot()
     clean(axes)
     unit, unit_name = _time_unit(max(run.seconds[-1] for run in runs)) if against == "seconds" else (1.0, "")
+    low, high = _loss_range(runs)
     handles, ends = [], []
     for i, run in enumerate(runs):
         x = getattr(run, against) / unit
@@ -287,15 +288,16 @@ def loss_figure(runs: Sequence[Run], against: Against) -> Figure:
         if not known.any():
             continue
         ends.append(x[known][-1])
-        colour, again = COLOURS[i % len(COLOURS)], i >= len(COLOURS)
-        style: dict[str, Any] = {"color": colour, "linestyle": "--" if again else "-"}
-        axes.plot(x[known], _smooth(run.loss[known]), linewidth=1.2, alpha=0.7, **style)
-        face, edge = ("white", colour) if again else (colour, "white")
-        at = np.interp(run.val_step, run.step, x)
-        axes.plot(at, run.val_loss, "o", markerfacecolor=face, markeredgecolor=edge, markersize=7, zorder=3, clip_on=False)
+        style, again = look(i), i >= len(COLOURS)
+        dot = "." if known.sum() == 1 else None
+        axes.plot(x[known], _smooth(run.loss[known]), linewidth=1.2, alpha=0.7, marker=dot, **style)
+        face, edge = ("white", style["color"]) if again else (style["color"], "white")
+        shown = run.val_loss <= high
+        at = np.interp(run.val_step[shown], run.step, x)
+        axes.plot(at, run.val_loss[shown], "o", markerfacecolor=face, markeredgecolor=edge, markersize=7, zorder=3, clip_on=False)
         final = f" · validation {run.val_loss[-1]:.3f}" if run.val_loss.size else ""
-        handles.append(Line2D([], [], linewidth=3, label=_literal(run.label + final), **style))
-    axes.set_ylim(*_loss_range(runs))
+        handles.append(Line2D([], [], linewidth=2, label=literal(run.label + final), **style))
+    axes.set_ylim(low, high)
     axes.set_ylabel("loss (nats per token)")
     if against == "bytes" and max(ends) > 4 * min(ends):  # a compressed run's line would be squeezed against the axis
         axes.set_xscale("log")
@@ -308,7 +310,7 @@ def loss_figure(runs: Sequence[Run], against: Against) -> Figure:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel("training tokens" if against == "tokens" else "bytes over one boundary, both directions")
     axes.set_title("lines: training, smoothed · circles: validation", loc="right", fontsize=8, color=INK)
-    figure.legend(handles=handles, loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=1.2)
+    draw_legend(figure, handles)
     return figure
 
 
@@ -323,13 +325,15 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _loss_range(runs: Sequence[Run]) -> tuple[float, float]:
-    """Limits of the loss axis: the plunge of the first tenth would flatten all that follows."""
+    """Limits of the loss axis: the plunge of the first tenth would flatten all that follows, and so would a run that diverges."""
     late = [run.loss[len(run.loss) // 10 :] for run in runs]
     shown = np.concatenate([*late, *(run.val_loss for run in runs)])
-    shown = shown[np.isfinite(shown)] if np.isfinite(shown).any() else np.concatenate([run.loss for run in runs])
-    low, high = np.nanmin(shown), np.nanmax(shown)
+    begun = max(run.loss[np.isfinite(run.loss)][0] for run in runs)
+    kept = shown[shown <= 1.2 * begun]
+    kept = kept if kept.size else np.append(shown[np.isfinite(shown)], begun)
+    low, high = kept.min(), kept.max()
     margin = 0.05 * (high - low) or 0.1
-    return low - margin, high + margin
+    return float(low - margin), float(high + margin)
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
@@ -436,16 +440,27 @@ def moves_figure(run: Run) -> Figure:
 
 
 def _title(figure: Figure | SubFigure, text: str) -> None:
-    figure.suptitle(_literal(text), x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
+    figure.suptitle(literal(text), x=0.02, ha="left", color=INK, fontsize=10, fontweight="bold")
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Text that matplotlib shows as it is: what stands between dollar signs would be a formula."""
     return text.replace("$", r"\$")
 
 
 def _percent(share: float, position: int | None = None) -> str:
     return f"{100 * share:g}%"
+
+
+def look(number: int) -> dict[str, Any]:
+    """Colour and line of a plot's curve of that number, from 0: the first 28 differ."""
+    again, colour = divmod(number, len(COLOURS))
+    return {"color": COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4]}
+
+
+def draw_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """A line for each curve, above the plot."""
+    figure.legend(handles=handles, loc="outside upper left", frameon=False, labelcolor="linecolor", fontsize=9, handlelength=2.4)
 
 
 def clean(axes: Axes) -> None:

@@ -221,6 +221,8 @@ def test_link_has_its_rate_and_delay(start: Callable) -> None:
         achieved.append(measured.rate)
     assert 1 < achieved[0] < 15  # nothing timed is asserted closely: benchmarks/lab_links.py has the figures
     assert achieved[0] < achieved[1] < 120
+    with start(Link(up=1e5, down=1e5, delay=0.025), 2) as net:  # a packet takes as long as a tenth of the measurement
+        assert 0.06 < net.measure()[0].rate < 0.14
 
 
 @requires_net

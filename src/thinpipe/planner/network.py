@@ -102,7 +102,9 @@ class Cores:
         if version != self._version:  # the shares have changed since
             return
         self._advance()
-        ended = [event for event, left in self._left.items() if left <= 1e-12]
+        # It is the time of the one that had the least: late in a long step rounding leaves more than nothing of it.
+        least = min(self._left.values()) + 1e-12
+        ended = [event for event, left in self._left.items() if left <= least]
         for event in ended:
             del self._left[event]
         self._plan()
