@@ -270,7 +270,7 @@ def test_markup_stays_text(tmp_path: Path) -> None:
     events[0]["config"]["train"]["sample"] = bad
     events[0]["config"]["run"] |= {"dir": "runs/secret", "prometheus": "10.77.0.1:9400"}
     events[0]["config"]["network"]["addr"] = "10.77.0.1"
-    name = r"<b onclick='x'>$\frac$&amp;" + '"\udcff'
+    name = r"<b onclick='x'>$\pi$&amp;" + '"\udcff'
     page = Page(report([write(tmp_path / name, events)], tmp_path / "out")["files"][-1])
     shown = name.replace("\udcff", "?")
     assert page.cells[0] == ["", shown] and f"{shown} · subspace 8×" in page.text
