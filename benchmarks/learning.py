@@ -200,9 +200,13 @@ def train(config: Config, run: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "thinpipe", "train", str(toml), "--run.dir", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        raise RuntimeError((done.stderr.strip() or f"ended with exit status {done.returncode}").splitlines()[-1])
     result = json.loads(done.stdout.splitlines()[-1])
-    evals = {e["step"]: round(e["val_loss"], 5) for e in read_events(run / "metrics.jsonl") if e["event"] == "eval"}
+    if result["val_loss"] is None:
+        raise RuntimeError(f"its validation loss is not a number at the end; {run} is kept")
+    evals = {
+        e["step"]: round(e["val_loss"], 5) for e in read_events(run / "metrics.jsonl") if e["event"] == "eval" and e["val_loss"] is not None
+    }
     data = prepare(config)
     shutil.rmtree(run)
     toml.unlink()
