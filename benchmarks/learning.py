@@ -161,6 +161,7 @@ def sideways() -> dict[str, Groups]:
         for ratio in (8, 16, 32):
             rows[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
             rows[f"{BEST_NAME}, 1/{ratio}"] = packed("projected", d, ratio)
+        rows["projected, tables, local loss, int8, 1/16"] = packed("projected", d, 16, 8)
         runs |= {shaped(d, layers, name): groups | shape for name, groups in rows.items()}
     return runs
 
@@ -331,16 +332,16 @@ def over_tokens(axes: Axes, groups: Results) -> None:
 
 
 def over_shapes(axes: Axes, groups: Results) -> None:
-    gap, saved = gaps(groups), savings(groups)
+    """The paper's method, and the best with the better of its wires at each ratio."""
+    gap = gaps(groups)
     shapes = sorted({dense_of(name).removesuffix("dense") for name in groups})
-    for method, marker, line in (("subspace", "o", "--"), (BEST_NAME + ",", "v", "-")):
+    ratios = (8, 16, 32)
+    for method, wires, marker, line in (("subspace", "", "o", "--"), ("projected, tables, local loss", ", int[48],", "v", "-")):
         for shape, colour in zip(shapes, COLOURS, strict=False):
-            members = sorted(
-                (name for name in groups if re.fullmatch(re.escape(shape + method) + r" 1/(8|16|32)", name)), key=lambda n: saved[n]
-            )
-            x, y = [saved[name] for name in members], [gap[name] for name in members]
-            axes.plot(x, y, marker=marker, linestyle=line, color=colour, label=(shape + method).rstrip(","), linewidth=1.3)
-    ratio_axis(axes, (8, 16, 32))
+            rows = [re.compile(f"{shape}{method}{wires} 1/{ratio}") for ratio in ratios]
+            best = [min((gap[name] for name in groups if row.fullmatch(name)), default=math.nan) for row in rows]
+            axes.plot(ratios, best, marker=marker, linestyle=line, color=colour, label=shape + method, linewidth=1.3)
+    ratio_axis(axes, ratios)
 
 
 def ratio_axis(axes: Axes, ratios: tuple[int, ...]) -> None:
