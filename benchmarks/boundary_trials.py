@@ -4,9 +4,9 @@
 
 The model and data of learning.py's tier 1. At k = 16 (1/8), "projected": a basis per cut learned on the Stiefel manifold (METHOD.md
 section 5: tangent gradient, momentum, polar direction, QR retraction; on a wire each would cost 2 d k numbers per cut and step besides),
-the principal directions of each cut's activations or gradients, and unlike ranks at the cuts with the same sum. "subspace" with
-elementwise AdamW in place of the row-constant one. The best at 1/32 with a second table per segment that multiplies what came over
-the cut, number by number.
+also with one cut between eight layers and eight and a table per segment for anchors; the principal directions of each cut's activations
+or gradients; and unlike ranks at the cuts with the same sum. "subspace" with elementwise AdamW in place of the row-constant one. The
+best at 1/32 with a second table per segment that multiplies what came over the cut, number by number.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ TAKEN = (50, 200)  # steps behind which a basis of principal directions is taken
 
 
 class Row(NamedTuple):
-    """Ranks of the three cuts; the learning rate of a basis per cut (None: one fixed basis for all); what a basis per cut is taken from."""
+    """Ranks of the cuts; the learning rate of a basis per cut (None: one fixed basis for all); what a basis per cut is taken from."""
 
-    ranks: tuple[int, int, int] = (16, 16, 16)
+    ranks: tuple[int, ...] = (16, 16, 16)
     lr: float | None = None
     principal: Literal["activations", "gradients"] | None = None
+    deep: bool = False
 
+
+DEEP: dict[str, Any] = {"model": {"layers": 16}, "compression": {"segments": 2, "stage_table": 32}}
 
 ROWS = {
     "projected, one fixed basis": Row(),
@@ -50,6 +53,8 @@ ROWS = {
     "a basis per cut, learned at 0.002": Row(lr=0.002),
     "a basis per cut, learned at 0.005": Row(lr=0.005),
     "a basis per cut, learned at 0.02": Row(lr=0.02),
+    "one cut between 8 and 8 layers, anchors, fixed": Row((16,), 0.0, deep=True),
+    "one cut between 8 and 8 layers, anchors, learned at 0.005": Row((16,), 0.005, deep=True),
     "a basis per cut, principal directions of activations": Row(lr=0.0, principal="activations"),
     "a basis per cut, principal directions of gradients": Row(lr=0.0, principal="gradients"),
 }
@@ -147,7 +152,7 @@ def one(name: str, out: Path) -> None:
     else:
         make: Any = lambda c, spec, segments, seed: Trial(spec, c, seed, row)  # noqa: E731
         setattr(thinpipe.model, "make_method", make)  # noqa: B010
-    config, folder, _ = run.open_run(merged(base, groups, {"run": {"dir": str(out / "run")}}))
+    config, folder, _ = run.open_run(merged(base, groups, DEEP if row.deep else {}, {"run": {"dir": str(out / "run")}}))
     torch.set_num_threads(1)
     with connect(60.0) as here:
         training = trainer.Trainer(config, here, folder)
