@@ -161,7 +161,9 @@ def sideways() -> dict[str, Groups]:
         for ratio in (8, 16, 32):
             rows[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
             rows[f"{BEST_NAME}, 1/{ratio}"] = packed("projected", d, ratio)
-        rows["projected, tables, local loss, int8, 1/16"] = packed("projected", d, 16, 8)
+        rows[eight := "projected, tables, local loss, int8, 1/16"] = packed("projected", d, 16, 8)
+        if layers == 16:
+            rows |= {f"{name}, lr 0.004": rows[name] | SLOW for name in ("dense", eight)}
         runs |= {shaped(d, layers, name): groups | shape for name, groups in rows.items()}
     return runs
 
@@ -306,10 +308,11 @@ def over_bytes(axes: Axes, groups: Results) -> None:
     """All methods, each a line over the ratios it was run at."""
     gap, saved = gaps(groups), savings(groups)
     families = ("subspace", "projected", "subspace, tables, local loss, int4", BEST_NAME)
-    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank", "projected, tables, local loss")
-    for family, colour, marker in zip(families, (*COLOURS, "#999999", "#8c564b"), "os^vDPX*p", strict=True):
+    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank", "projected, tables, local loss", "projected, tables")
+    endings = {"quantize": r" \d bits", "projected, tables": r", int\d, 1/\d+"}
+    for family, colour, marker in zip(families, (*COLOURS, "#999999", "#8c564b", "#6a3d9a"), "os^vDPX*ph", strict=True):
         # Rows as they come, without those in which something else is tried.
-        plain = re.compile(re.escape(family) + (r" \d bits" if family == "quantize" else r",? 1/\d+"))
+        plain = re.compile(re.escape(family) + endings.get(family, r",? 1/\d+"))
         members = sorted((name for name in gap if plain.fullmatch(name)), key=lambda name: saved[name])
         if members:
             x, y = [saved[name] for name in members], [gap[name] for name in members]
