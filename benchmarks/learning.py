@@ -61,7 +61,8 @@ def compressed(method: str, rank: int = 0, **more: Any) -> Groups:
 
 
 BEST: dict[str, Any] = {"wire": "int4", "stage_table": "full", "local_loss": 0.3}
-BEST_NAME = "projected, tables, local loss, int4"
+LOCAL = "projected, tables, local loss"
+BEST_NAME = f"{LOCAL}, int4"
 
 
 def rate(lr: float) -> Groups:
@@ -91,14 +92,16 @@ def screening(d: int) -> dict[str, Groups]:
         runs[f"projected 1/{ratio}"] = compressed("projected", d // ratio) | SLOW
     # One number of two bytes a token.
     runs |= {f"{method} 1/{d}": compressed(method, 1) | SLOW for method in ("subspace", "lowrank")}
-    runs[f"projected, tables, local loss 1/{d}"] = compressed("projected", 1, stage_table="full", local_loss=0.3) | rate(6e-3)
+    runs[f"{LOCAL} 1/{d}"] = compressed("projected", 1, stage_table="full", local_loss=0.3) | rate(6e-3)
     # One change at a time to the best at 1/32.
     runs["projected, tables, int4, 1/32"] = packed("projected", d, 32, local_loss=0.0)
     runs["projected, tables, int4, 1/32, static rows of 0.5"] = packed("projected", d, 32, local_loss=0.0, static_scale=0.5)
     runs["projected, tables, int4, 1/32, lr 0.008"] = packed("projected", d, 32, local_loss=0.0) | rate(8e-3)
     runs["projected, int4, 1/32"] = packed("projected", d, 32, stage_table=0, local_loss=0.0)
     runs |= {f"{BEST_NAME}, 1/32, weight {w:g}": packed("projected", d, 32, local_loss=w) for w in (0.1, 1.0)}
-    runs |= {f"projected, tables, local loss, int{b}, 1/{r}": packed("projected", d, r, b) for b in (8, 2) for r in (32, 16, 8)}
+    runs |= {f"{LOCAL}, int{b}, 1/{r}": packed("projected", d, r, b) for b in (8, 2) for r in (32, 16, 8)}
+    for wire, k in (("bfloat16", 12), ("bfloat16", 28), ("int8", 28), ("int4", 20), ("int4", 40)):
+        runs[f"{LOCAL}, {wire}, {k} numbers"] = compressed("projected", k, **BEST | {"wire": wire}) | rate(6e-3)
     runs["projected, tables of rank 32, local loss, int4, 1/32"] = packed("projected", d, 32, stage_table=32)
     for layers in ([1, 2, 2, 3], [3, 2, 2, 1]):
         name = f"{BEST_NAME}, 1/32, layers " + " ".join(map(str, layers))
@@ -128,7 +131,7 @@ def screening(d: int) -> dict[str, Groups]:
 
 def main_tier(d: int) -> dict[str, Groups]:
     """At this width everything wants half of tier 1's rate: dense at 8e-3 ends 6.7 % above itself at 4e-3."""
-    best, second = "projected, tables, local loss", "projected, tables"
+    best, second = LOCAL, "projected, tables"
     runs: dict[str, Groups] = {"dense": compressed("none") | rate(4e-3)}
     runs[f"{best}, int4, 1/32"] = packed("projected", d, 32) | rate(4e-3)
     runs["subspace 1/32"] = compressed("subspace", d // 32) | rate(2e-3)
@@ -161,7 +164,7 @@ def sideways() -> dict[str, Groups]:
         for ratio in (8, 16, 32):
             rows[f"subspace 1/{ratio}"] = compressed("subspace", d // ratio) | SLOW
             rows[f"{BEST_NAME}, 1/{ratio}"] = packed("projected", d, ratio)
-        rows[eight := "projected, tables, local loss, int8, 1/16"] = packed("projected", d, 16, 8)
+        rows[eight := f"{LOCAL}, int8, 1/16"] = packed("projected", d, 16, 8)
         if layers == 16:
             rows |= {f"{name}, lr 0.004": rows[name] | SLOW for name in ("dense", eight)}
         runs |= {shaped(d, layers, name): groups | shape for name, groups in rows.items()}
@@ -308,7 +311,7 @@ def over_bytes(axes: Axes, groups: Results) -> None:
     """All methods, each a line over the ratios it was run at."""
     gap, saved = gaps(groups), savings(groups)
     families = ("subspace", "projected", "subspace, tables, local loss, int4", BEST_NAME)
-    families += ("projected, tables, local loss, int8", "quantize", "topk", "lowrank", "projected, tables, local loss", "projected, tables")
+    families += (f"{LOCAL}, int8", "quantize", "topk", "lowrank", LOCAL, "projected, tables")
     endings = {"quantize": r" \d bits", "projected, tables": r", int\d, 1/\d+"}
     for family, colour, marker in zip(families, (*COLOURS, "#999999", "#8c564b", "#6a3d9a"), "os^vDPX*ph", strict=True):
         # Rows as they come, without those in which something else is tried.
@@ -339,10 +342,10 @@ def over_shapes(axes: Axes, groups: Results) -> None:
     gap = gaps(groups)
     shapes = sorted({dense_of(name).removesuffix("dense") for name in groups})
     ratios = (8, 16, 32)
-    for method, wires, marker, line in (("subspace", "", "o", "--"), ("projected, tables, local loss", ", int[48],", "v", "-")):
+    for method, wires, marker, line in (("subspace", ("",), "o", "--"), (LOCAL, (", int4,", ", int8,"), "v", "-")):
         for shape, colour in zip(shapes, COLOURS, strict=False):
-            rows = [re.compile(f"{shape}{method}{wires} 1/{ratio}") for ratio in ratios]
-            best = [min((gap[name] for name in groups if row.fullmatch(name)), default=math.nan) for row in rows]
+            rows = [[f"{shape}{method}{wire} 1/{ratio}" for wire in wires] for ratio in ratios]
+            best = [min((gap[name] for name in names if name in gap), default=math.nan) for names in rows]
             axes.plot(ratios, best, marker=marker, linestyle=line, color=colour, label=shape + method, linewidth=1.3)
     ratio_axis(axes, ratios)
 
